@@ -1,0 +1,1 @@
+"""Conversations to token batches: sources, rendering, loss masks, packing, distillation."""

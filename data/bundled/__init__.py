@@ -1,0 +1,1 @@
+"""Prompts written for headstart and the bundled target's own answers to them."""

@@ -1,0 +1,1 @@
+"""Tree-attention decoding: trees, cache, attention, verification, the engine, the drafters."""

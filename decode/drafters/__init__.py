@@ -1,0 +1,1 @@
+"""The drafters: one small file each, all behind the same engine."""

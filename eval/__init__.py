@@ -1,0 +1,1 @@
+"""Measuring: acceptance, speedup, tree tuning, reports."""

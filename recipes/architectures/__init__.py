@@ -1,0 +1,1 @@
+"""Package data: found by name through headstart.recipe."""

@@ -1,0 +1,1 @@
+"""Commands that are run by hand: the quickstart, export, plans."""

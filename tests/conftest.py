@@ -1,0 +1,24 @@
+"""Shared by all tests: the option that checks every jaxtyping shape at run time, and one thread per worker."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--typecheck-shapes", action="store_true", help="check jaxtyping shapes of every headstart function while testing"
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--typecheck-shapes"):
+        from jaxtyping import install_import_hook
+
+        install_import_hook("headstart", "beartype.beartype")
+    import torch
+
+    torch.set_num_threads(1)

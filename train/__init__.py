@@ -1,0 +1,1 @@
+"""Entry scripts and the one training loop: recipe, target, heads, data, loop, save."""
