@@ -1,1 +1,65 @@
-"""Prompts written for headstart and the bundled target's own answers to them."""
+"""The bundled conversations: own prompts (prompts.py) and the demo target's own answers to them (answers.jsonl).
+
+    from headstart.data.bundled import prompts, rows
+    next(rows("train"))["messages"]
+"""
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from headstart.data.bundled.prompts import SPLITS, all_prompts, split_of
+from headstart.errors import DataError
+
+__all__ = ["SPLITS", "prompts", "rows", "split_of"]
+
+ANSWERS = files(__package__).joinpath("answers.jsonl")
+
+
+def prompts(split: str = "all") -> Iterator[dict[str, Any]]:
+    """The prompts of `split` ("train", "held_out_kinds", "held_out_topics" or "all"), user turns only, in a fixed mixed order.
+
+    Each is a dictionary of `row_id`, `kind`, `topic` and `messages`. Raises DataError where there is no such split.
+    """
+    if split not in (*SPLITS, "all"):
+        raise DataError(f"The bundled conversations have no split {split!r}; write one of {', '.join(SPLITS)}, or all.")
+    return (row for row in all_prompts() if split == "all" or split_of(row) == split)
+
+
+def rows(split: str, answers: bool = True) -> Iterator[dict[str, Any]]:
+    """The conversations of `split`: each prompt with its `messages` completed by the target's answers, and `cut`.
+
+    `cut` is True where the last answer was ended by the length limit and not by the model. Prompts without an answer are left
+    out. With `answers=False` this is `prompts(split)`. Raises DataError where there are no answers at all.
+    """
+    chosen = prompts(split)
+    if not answers:
+        return chosen
+    answered = _answered()
+    return (row | answered[row["row_id"]] for row in chosen if row["row_id"] in answered)
+
+
+@cache
+def _answered() -> dict[str, dict[str, Any]]:
+    """Row id -> `messages` and `cut`, from the file that `headstart data distill` wrote."""
+    if not ANSWERS.is_file():
+        raise DataError(
+            f"The bundled answers are missing at {ANSWERS}; make them with `headstart data distill`, or name another data source."
+        )
+    turns_asked = {row["row_id"]: _user_turns(row) for row in all_prompts()}
+    answered = {}
+    for number, line in enumerate(ANSWERS.read_text(encoding="utf-8").splitlines(), start=1):
+        record = json.loads(line)
+        if turns_asked.get(record["row_id"]) != _user_turns(record):
+            raise DataError(
+                f"{ANSWERS}:{number}: {record['row_id']} answers another prompt than prompts.py composes now; "
+                "distill the bundled answers again."
+            )
+        answered[record["row_id"]] = {"messages": record["messages"], "cut": record.get("cut", False)}
+    return answered
+
+
+def _user_turns(row: dict[str, Any]) -> list[str]:
+    return [message["content"] for message in row["messages"] if message["role"] == "user"]

@@ -1,0 +1,92 @@
+"""Composes the bundled prompts: every topic of `topics_*.yaml` in every kind of task of `kinds.yaml`.
+
+    python -m headstart.data.bundled        # the counts of every split, and one prompt of each kind
+
+Nothing here is random: which phrasing meets which topic follows from a hash of their names, so the same files give the same
+prompts on every machine, and a new topic or kind leaves the prompts of the others as they are.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import yaml
+
+SPLITS = ("train", "held_out_kinds", "held_out_topics")
+HELD_OUT_KINDS = frozenset({"how-to", "pros-and-cons"})
+HELD_OUT_TOPICS = frozenset({"bees", "bicycles", "bread", "museums", "rivers", "sleep"})
+
+
+def split_of(row: dict[str, Any]) -> str:
+    """The split of a row by its `kind` and `topic`; a held-out kind of a held-out topic counts as a held-out kind."""
+    if row["kind"] in HELD_OUT_KINDS:
+        return "held_out_kinds"
+    return "held_out_topics" if row["topic"] in HELD_OUT_TOPICS else "train"
+
+
+@cache
+def kinds() -> dict[str, dict[str, Any]]:
+    """Kind name -> its `variants`, `phrasings` and, where it has some, `choices`."""
+    return yaml.safe_load(files(__package__).joinpath("kinds.yaml").read_text(encoding="utf-8"))
+
+
+@cache
+def topics() -> dict[str, dict[str, Any]]:
+    """Topic name -> its contents, from all the topic files in the order of their names."""
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted(files(__package__).iterdir(), key=lambda path: path.name):
+        if path.name.startswith("topics_") and path.name.endswith(".yaml"):
+            found.update(yaml.safe_load(path.read_text(encoding="utf-8")))
+    return found
+
+
+@cache
+def all_prompts() -> tuple[dict[str, Any], ...]:
+    """Every prompt: `row_id` ("explain/bees/1"), `kind`, `topic`, and `messages`, which are user turns only.
+
+    A row of two user turns is answered in sequence. The order is that of a hash of the row id, so that the first n prompts
+    are a fair sample of all kinds and topics, whatever n.
+    """
+    rows = [row for kind in kinds() for topic in topics() for row in _rows_of(kind, topic)]
+    return tuple(sorted(rows, key=lambda row: _hash(row["row_id"])))
+
+
+def _rows_of(kind: str, topic: str) -> Iterator[dict[str, Any]]:
+    phrasings = kinds()[kind]["phrasings"]
+    first = _hash(f"{kind}/{topic}")
+    for variant in range(kinds()[kind]["variants"]):
+        phrasing = phrasings[(first + variant) % len(phrasings)]
+        slots = _slots(topics()[topic], variant)
+        for name, words in kinds()[kind].get("choices", {}).items():
+            slots[name] = words[(first // len(phrasings) + variant) % len(words)]
+        turns = [phrasing] if isinstance(phrasing, str) else phrasing
+        messages = [{"role": "user", "content": turn.format_map(slots)} for turn in turns]
+        yield {"row_id": f"{kind}/{topic}/{variant + 1}", "kind": kind, "topic": topic, "messages": messages}
+
+
+def _slots(topic: dict[str, Any], variant: int) -> dict[str, str]:
+    """What the phrasings of a topic's `variant` may name: each list gives its entry of that number, starting over at its end."""
+
+    def pick(name: str, offset: int = 0) -> Any:
+        return topic[name][(variant + offset) % len(topic[name])]
+
+    plain = ("why", "task", "ideas", "wrong", "code", "sum", "say", "mail", "hero", "speakers", "choice")
+    slots = {name: pick(name) for name in plain}
+    slots |= {"about": topic["about"], "wrong_2": pick("wrong", 1), "say_2": pick("say", 1)}
+    # Three fresh terms for each variant: neighbours in the list are related, which define and quiz build upon.
+    terms = [topic["terms"][(3 * variant + offset) % len(topic["terms"])] for offset in range(3)]
+    slots |= {"term": terms[0], "term_2": terms[1], "term_3": terms[2]}
+    slots["this"], slots["that"] = pick("pairs")
+    passage = pick("passages")
+    slots |= {"passage": passage["text"], "question": passage["question"], "items": f"the {passage['items']}"}
+    groups = pick("sort")
+    slots["groups"] = " and ".join(groups["into"])
+    slots["members"] = ", ".join(groups["items"])
+    return slots
+
+
+def _hash(text: str) -> int:
+    """Python's own hash() differs from run to run."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")

