@@ -1,0 +1,329 @@
+"""The decoder: one loop for plain and drafted decoding of a batch of rows.
+
+A row's prompt but its last token is prefilled; the last token is the root of the first tree. So every emitted token comes
+out of a step, prefill stands apart, and plain decoding (`NoDraft`, trees of one node) is the same loop. Rows join and
+leave one by one: a finished row makes room for the next request.
+
+End tokens, stop strings and length limits are handled here, once, for every drafter.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from headstart.decode.attention import IMPLEMENTATION, prefill_mask, tree_mask
+from headstart.decode.cache import KVCache
+from headstart.decode.drafters.base import Committed, Drafter, Request, Rows
+from headstart.decode.tree import TokenTree
+from headstart.decode.verify import Verified, verify
+from headstart.errors import HeadstartError
+from headstart.target import Features, Target
+
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)
+"""Trees are padded up to one of these, so that a step has few shapes."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One target forward, as seen by one row of the batch; times are those of the whole batch, in seconds."""
+
+    nodes: int
+    """Valid nodes of the row's tree, root included."""
+    depth: int
+    """Depth of the row's tree: the most drafts it could have accepted."""
+    accepted: int
+    emitted: int
+    cut: bool
+    """Cut short by an end token, a stop or a length limit: left out of acceptance figures."""
+    draft_seconds: float
+    verify_seconds: float
+    host_seconds: float
+    context_length: int
+    """Tokens in the cache before the step."""
+    rows: int
+    """Rows of the batch in this step."""
+
+
+@dataclass
+class Generation:
+    """A finished answer."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    """The new tokens; an end token is included, nothing after it is."""
+    finish_reason: Literal["end", "stop", "length", "positions"] = "length"
+    steps: list[StepRecord] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    """Seconds of the prefill that the row was part of."""
+
+    @property
+    def decode_seconds(self) -> float:
+        return sum(step.draft_seconds + step.verify_seconds + step.host_seconds for step in self.steps)
+
+    @property
+    def cut(self) -> bool:
+        """Ended by a limit, not by the target's own end token or a stop string."""
+        return self.finish_reason in ("length", "positions")
+
+
+class Engine:
+    """Decodes requests with one target and one drafter.
+
+    `batch_size` rows at a time; trees of at most `budget` nodes, root included. `prefill_chunk` bounds the tokens of a
+    prompt that one forward reads. The target's attention is switched to ours, for good.
+    """
+
+    def __init__(
+        self, target: Target, drafter: Drafter, *, batch_size: int = 1, budget: int = 64, prefill_chunk: int = 512
+    ):
+        self.target, self.drafter = target, drafter
+        self.batch_size, self.budget, self.prefill_chunk = batch_size, budget, prefill_chunk
+        target.model.set_attn_implementation(IMPLEMENTATION)
+        self.cache = KVCache(target.num_layers, slots=0, capacity=0)
+        self.rows = Rows(cache=self.cache, device=torch.device(target.device))
+        self._done: list[Generation] = []
+        """The generations under way, in row order."""
+        self._limits: list[int] = []
+        """Per row: the number of tokens, prompt included, at which it ends."""
+        self._uniforms: list[Float[Tensor, "count"]] = []
+        self.mask_bytes = 0
+        """Size of the largest attention mask so far."""
+
+    # -- the public way in -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def generate(self, requests: Iterable[Request]) -> Iterator[Generation]:
+        """Answers the requests; yields each as it finishes. Raises HeadstartError for a prompt that cannot be decoded."""
+        for finished, _ in self._run(requests):
+            yield from finished
+
+    @torch.no_grad()
+    def stream(self, request: Request) -> Iterator[tuple[list[int], Generation]]:
+        """One request; yields the new tokens of each step with the generation as it stands."""
+        generation = Generation(request)
+        for finished, running in self._run([request]):
+            before = len(generation.token_ids)
+            generation = (finished or running)[0]
+            if len(generation.token_ids) > before or finished:
+                yield generation.token_ids[before:], generation
+            generation = Generation(request, list(generation.token_ids))
+
+    def _run(self, requests: Iterable[Request]) -> Iterator[tuple[list[Generation], list[Generation]]]:
+        """After every step: the generations it finished, and those still under way."""
+        source = iter(requests)
+        more = True
+        try:
+            while True:
+                joining: list[Request] = []
+                while more and len(self.rows) + len(joining) < self.batch_size:
+                    request = next(source, None)
+                    if request is None:
+                        more = False
+                    elif request.max_new_tokens <= 0 or self._limit(request) <= len(request.prompt_ids):
+                        reason = "length" if request.max_new_tokens <= 0 else "positions"
+                        yield [Generation(request, finish_reason=reason)], self._done
+                    else:
+                        joining.append(request)
+                if joining:
+                    self._join(joining)
+                if not len(self.rows):
+                    return
+                yield self._step(), self._done
+        finally:
+            # A caller may stop listening in the middle; the next call finds an empty batch.
+            self._select([])
+
+    # -- joining and leaving -----------------------------------------------------------------------------------------
+
+    def _limit(self, request: Request) -> int:
+        return min(len(request.prompt_ids) + request.max_new_tokens, self.target.max_positions)
+
+    def _join(self, requests: list[Request]) -> None:
+        for request in requests:
+            if not len(request.prompt_ids):
+                raise HeadstartError("a prompt has no tokens; give it at least the begin token")
+        first = len(self.rows)
+        self.rows.requests += requests
+        self.rows.ids += [list(request.prompt_ids) for request in requests]
+        self._done += [Generation(request) for request in requests]
+        self._limits += [self._limit(request) for request in requests]
+        self._uniforms += [request.settings.uniforms(request.max_new_tokens) for request in requests]
+        room = max(self._limits) + max(self.budget, WIDTHS[0]) + 1
+        self.cache.grow(min(self.batch_size, max(len(self.rows), self.cache.slots)), room)
+        self.cache.join(len(requests))
+        self.drafter.start(self.rows, first)
+        started = self._now()
+        self._prefill(first)
+        seconds = self._now() - started
+        for generation in self._done[first:]:
+            generation.prefill_seconds = seconds
+
+    def _prefill(self, first: int) -> None:
+        """Reads the prompts of rows first.. but for their last tokens, in chunks, right-padded."""
+        prompts = [ids[:-1] for ids in self.rows.ids[first:]]
+        longest = max(map(len, prompts))
+        for offset in range(0, longest, self.prefill_chunk):
+            width = min(self.prefill_chunk, longest - offset)
+            chunks = [prompt[offset : offset + width] for prompt in prompts]
+            counts = [len(chunk) for chunk in chunks]
+            tokens = torch.tensor([chunk + [0] * (width - len(chunk)) for chunk in chunks], device=self.rows.device)
+            # Rows that end before this chunk are written at their own length like the rest, which is never read.
+            lengths = self.cache.lengths[first:]
+            self.cache.lengths[first:] = [offset] * len(prompts)
+            self.cache.begin(first, len(prompts))
+            features = self._forward(tokens, *prefill_mask(offset, width, len(prompts), self.rows.device))
+            self.cache.lengths[first:] = [length + count for length, count in zip(lengths, counts, strict=True)]
+            self.drafter.commit(self.rows, first, Committed(tokens, counts, features))
+
+    def _select(self, keep: list[int]) -> None:
+        index = torch.tensor(keep, dtype=torch.long, device=self.rows.device)
+        self.cache.select(index)
+        self.drafter.select(index)
+        rows = self.rows
+        rows.requests = [rows.requests[row] for row in keep]
+        rows.ids = [rows.ids[row] for row in keep]
+        self._done = [self._done[row] for row in keep]
+        self._limits = [self._limits[row] for row in keep]
+        self._uniforms = [self._uniforms[row] for row in keep]
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def _forward(self, tokens: Int[Tensor, "batch nodes"], allowed: Tensor, distance: Tensor, positions: Tensor) -> Features:
+        mask = self.target.masks(allowed, distance)
+        for one in mask.values() if isinstance(mask, dict) else [mask]:
+            self.mask_bytes = max(self.mask_bytes, one.numel() * one.element_size())
+        # Padding may stand past the last position that the model knows; it is never read.
+        positions = positions.clamp(max=self.target.max_positions - 1)
+        return self.target.forward(
+            tokens, positions, mask, cache=self.cache.as_transformers, layers=self.drafter.wants
+        )
+
+    def _step(self) -> list[Generation]:
+        """Drafts, verifies and commits for every row; returns the generations that are finished by it."""
+        rows, cache = self.rows, self.cache
+        started = self._now()
+        remaining = [limit - len(ids) for limit, ids in zip(self._limits, rows.ids, strict=True)]
+        proposed = self.drafter.propose(rows, self.budget)
+        tree, shortened = self._fit(proposed, remaining)
+        drafted = self._now()
+
+        lengths = torch.tensor(cache.lengths, device=rows.device)
+        cache.begin(0, len(rows))
+        features = self._forward(tree.tokens, *tree_mask(tree.topology, lengths, cache.key_length(tree.num_nodes)))
+        logits = self.target.output.logits(features.final)
+        verdicts = verify(tree, logits, [request.settings for request in rows.requests], self._next_uniforms(tree))
+        verified = self._now()
+
+        context = list(cache.lengths)
+        finished = []
+        nodes = tree.topology.valid.sum(1).tolist()
+        depths = (tree.topology.depth * tree.topology.valid).amax(1).tolist()
+        outcomes = []
+        for row, verdict in enumerate(verdicts):
+            emitted, reason = self._end(row, verdict)
+            outcomes.append((emitted, reason))
+            rows.ids[row] += emitted
+            self._done[row].token_ids += emitted
+        cache.compact([verdict.path for verdict in verdicts])
+        committed_at = self._now()
+        self.drafter.commit(rows, 0, self._committed(tree, verdicts, features))
+        drafted_again = self._now()
+
+        staying = []
+        draft_seconds = drafted - started + drafted_again - committed_at
+        verify_seconds, host_seconds = verified - drafted, committed_at - verified
+        for row, (verdict, (emitted, reason)) in enumerate(zip(verdicts, outcomes, strict=True)):
+            full = len(verdict.tokens)
+            cut = len(emitted) < full or (shortened[row] and verdict.accepted == remaining[row] - 1)
+            generation = self._done[row]
+            generation.steps.append(
+                StepRecord(
+                    nodes[row], depths[row], verdict.accepted, len(emitted), cut,
+                    draft_seconds, verify_seconds, host_seconds, context[row], len(verdicts),
+                )  # fmt: skip
+            )
+            if reason is None:
+                staying.append(row)
+            else:
+                generation.finish_reason = reason
+                finished.append(generation)
+        if finished:
+            self._select(staying)
+        return finished
+
+    def _fit(self, tree: TokenTree, remaining: list[int]) -> tuple[TokenTree, list[bool]]:
+        """The tree with its root in place, no deeper than a row may still grow, padded to one of the widths."""
+        topology = tree.topology
+        most = torch.tensor(remaining, device=self.rows.device) - 1
+        shortened = [False] * len(remaining)
+        if topology.max_depth >= min(remaining):
+            fitted = topology.within(most)
+            shortened = (fitted.valid != topology.valid).any(1).tolist()
+            topology = fitted
+        tokens = tree.tokens.clone()
+        tokens[:, 0] = self.rows.roots()
+        width = next((width for width in WIDTHS if width >= tree.num_nodes), tree.num_nodes)
+        return TokenTree(tokens, topology).padded(width), shortened
+
+    def _next_uniforms(self, tree: TokenTree) -> Float[Tensor, "batch levels"]:
+        """Each row's random numbers for the tokens it may emit in this step, indexed by depth."""
+        if all(request.settings.greedy for request in self.rows.requests):
+            return torch.empty(len(self.rows), 0, dtype=torch.float64)
+        levels = tree.topology.max_depth + 1
+        numbers = torch.zeros(len(self.rows), levels, dtype=torch.float64)
+        for row, stream in enumerate(self._uniforms):
+            part = stream[self.rows.num_new(row) :][:levels]
+            numbers[row, : len(part)] = part
+        return numbers.to(self.rows.device)
+
+    def _end(self, row: int, verdict: Verified) -> tuple[list[int], Literal["end", "stop", "length", "positions"] | None]:
+        """The verdict's tokens up to where the row ends, and the reason if it does."""
+        request, before = self.rows.requests[row], self._done[row].token_ids
+        emitted = verdict.tokens[: self._limits[row] - len(self.rows.ids[row])]
+        if not request.ignore_end:
+            for index, token in enumerate(emitted):
+                if token in self.target.end_token_ids:
+                    emitted = emitted[: index + 1]
+                    break
+        if request.stop:
+            cut = self._stopped_at(before, emitted, request.stop)
+            if cut is not None:
+                return emitted[:cut], "stop"
+        if not request.ignore_end and emitted[-1] in self.target.end_token_ids:
+            return emitted, "end"
+        if len(self.rows.ids[row]) + len(emitted) < self._limits[row]:
+            return emitted, None
+        return emitted, "length" if len(before) + len(emitted) == request.max_new_tokens else "positions"
+
+    def _stopped_at(self, before: list[int], emitted: list[int], stop: tuple[str, ...]) -> int | None:
+        """How many of `emitted` it takes to complete a stop string, looking back far enough to find it whole."""
+        tail = max(len(string.encode()) for string in stop) + 4  # a token holds at least one byte
+        decode = self.target.tokenizer.decode
+        for count in range(1, len(emitted) + 1):
+            text = decode((before + emitted[:count])[-tail - count :], skip_special_tokens=False)
+            if any(string in text for string in stop):
+                return count
+        return None
+
+    def _committed(self, tree: TokenTree, verdicts: list[Verified], features: Features) -> Committed:
+        """Tokens and features of the accepted paths."""
+        counts = [len(verdict.path) for verdict in verdicts]
+        most = max(counts)
+        paths = torch.tensor([verdict.path + [0] * (most - len(verdict.path)) for verdict in verdicts])
+        paths = paths.to(self.rows.device)
+        rows = torch.arange(len(verdicts), device=paths.device)[:, None]
+        taken = Features(features.final[rows, paths], {k: tap[rows, paths] for k, tap in features.taps.items()})
+        return Committed(tree.tokens[rows, paths], counts, taken)
+
+    def _now(self) -> float:
+        if self.rows.device.type == "cuda":
+            torch.cuda.synchronize(self.rows.device)
+        return time.perf_counter()

@@ -1,0 +1,109 @@
+"""From logits to a token, once, for every drafter: settings, the one logits-to-probabilities function, the draw.
+
+A row's randomness is one stream of uniforms indexed by the position of the token in the answer, fixed by the seed. The
+k-th new token is always drawn by inverting the distribution at the k-th uniform, so a seed gives the same text in any
+batch, with any drafter whose trees are deterministic, and without one; and no number is ever used twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper
+from transformers import TopPLogitsWarper as NucleusLogitsWarper
+
+from headstart.errors import HeadstartError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSettings:
+    """How tokens are chosen; the defaults are greedy decoding. Order and meaning are those of transformers.generate."""
+
+    temperature: float = 0.0
+    """0 is greedy; otherwise the logits are divided by it."""
+    top_k: int = 0
+    """Only the k likeliest tokens; 0 is off."""
+    top_p: float = 1.0
+    """The smallest set of likeliest tokens whose probability reaches p; 1 is off."""
+    min_p: float = 0.0
+    """Only tokens at least this fraction as likely as the likeliest; 0 is off."""
+    seed: int = 0
+    """Seed of this row's own stream of random numbers."""
+
+    def __post_init__(self) -> None:
+        for name, value, good in [
+            ("temperature", self.temperature, self.temperature >= 0),
+            ("top_k", self.top_k, self.top_k >= 0),
+            ("top_p", self.top_p, 0 < self.top_p <= 1),
+            ("min_p", self.min_p, 0 <= self.min_p <= 1),
+        ]:
+            if not good:
+                raise HeadstartError(f"sampling setting {name}={value} is out of range; see SamplingSettings for its range")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def distribution_key(self) -> tuple:
+        """Rows with equal keys share their logits processing."""
+        return (self.temperature, self.top_k, self.top_p, self.min_p)
+
+    def warpers(self) -> LogitsProcessorList:
+        """transformers' own warpers, in its order."""
+        warpers = LogitsProcessorList([TemperatureLogitsWarper(float(self.temperature))])
+        if self.top_k:
+            warpers.append(TopKLogitsWarper(self.top_k))
+        if self.top_p < 1:
+            warpers.append(NucleusLogitsWarper(self.top_p))
+        if self.min_p > 0:
+            warpers.append(MinPLogitsWarper(self.min_p))
+        return warpers
+
+    def uniforms(self, count: int) -> Float[Tensor, "count"]:
+        """The row's stream: float64 numbers in [0, 1), the k-th for the k-th new token."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.rand(count, generator=generator, dtype=torch.float64)
+
+
+def probabilities(logits: Float[Tensor, "rows vocab"], settings: SamplingSettings) -> Float[Tensor, "rows vocab"]:
+    """The distribution that tokens are drawn from, in float64: for the target and for any drafter alike.
+
+    Greedy settings give the point mass on the argmax. Temperatures too small to divide by in the logits' precision act
+    like greedy as well, because the largest logit is subtracted first.
+    """
+    logits = logits.double()
+    if settings.greedy:
+        return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
+    logits = logits - logits.amax(-1, keepdim=True)
+    ids = torch.empty(logits.shape[0], 0, dtype=torch.long, device=logits.device)
+    return settings.warpers()(ids, logits).softmax(-1)
+
+
+def draw(probs: Float[Tensor, "rows vocab"], uniform: Float[Tensor, "rows"]) -> Int[Tensor, "rows"]:
+    """The token whose slice of the cumulative distribution holds `uniform` in [0, 1).
+
+    A token of probability zero has an empty slice, so it is never drawn, not even at 0.0.
+    """
+    cumulative = probs.cumsum(-1)
+    picked = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True).squeeze(1)
+    # Rounding can lift uniform * total to the total itself: then it is the last token that has any mass.
+    last = (probs > 0).int().cumsum(-1).argmax(-1)
+    return torch.minimum(picked, last)
+
+
+def choose(
+    logits: Float[Tensor, "rows vocab"], settings: list[SamplingSettings], uniform: Float[Tensor, "rows"]
+) -> Int[Tensor, "rows"]:
+    """One token per row: the argmax where the row is greedy, else drawn at the row's uniform."""
+    tokens = logits.argmax(-1)
+    groups: dict[tuple, list[int]] = {}
+    for row, setting in enumerate(settings):
+        if not setting.greedy:
+            groups.setdefault(setting.distribution_key(), []).append(row)
+    for rows in groups.values():
+        index = torch.tensor(rows, device=logits.device)
+        tokens[index] = draw(probabilities(logits[index], settings[rows[0]]), uniform[index])
+    return tokens

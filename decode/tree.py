@@ -1,0 +1,150 @@
+"""Candidate trees: what a drafter proposes and one target forward verifies.
+
+Node 0, the root, is the last committed token, which the target has not processed yet. Every other node has a parent
+that stands before it. A chain is a tree with one child per node. Padding is told by `valid`, never by a token id:
+the id 0 is real text in many vocabularies.
+
+Letters in shapes: batch rows, `nodes` per tree (root included).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from headstart.errors import HeadstartError
+
+Path = tuple[int, ...]
+"""A node of a static tree as child ranks from the root: (0, 2) is the third-best child of the best child."""
+
+
+@dataclass(frozen=True, eq=False)
+class Topology:
+    """The shape of a batch of trees, without tokens; what follows from `parents` is derived once and kept.
+
+    A drafter whose tree never changes keeps one Topology and pays for its masks once.
+    """
+
+    parents: Int[Tensor, "batch nodes"]
+    """Index of each node's parent; -1 for the root. A parent stands before its children."""
+    valid: Bool[Tensor, "batch nodes"]
+    """False for padding. The root is valid; every ancestor of a valid node is valid."""
+
+    @property
+    def num_nodes(self) -> int:
+        return self.parents.shape[1]
+
+    @cached_property
+    def ancestors(self) -> Bool[Tensor, "batch nodes nodes"]:
+        """[b, i, j] is True where j is i itself or an ancestor of i. By doubling: log2(nodes) products."""
+        batch, nodes = self.parents.shape
+        eye = torch.eye(nodes, dtype=torch.bool, device=self.parents.device)
+        reach = eye.expand(batch, nodes, nodes).clone()
+        reach.scatter_(2, self.parents.clamp(min=0)[..., None], True)
+        reach[:, 0, 1:] = False
+        hops = 1
+        while hops < nodes:
+            as_float = reach.float()
+            reach = (as_float @ as_float) > 0
+            hops *= 2
+        return reach
+
+    @cached_property
+    def depth(self) -> Int[Tensor, "batch nodes"]:
+        """Number of edges from the root: the position offset of each node."""
+        return self.ancestors.sum(-1) - 1
+
+    @cached_property
+    def max_depth(self) -> int:
+        return int((self.depth * self.valid).max())
+
+    def expand(self, batch: int) -> Topology:
+        """One tree for `batch` rows: views, and the derived masks are shared."""
+        if batch == self.parents.shape[0]:
+            return self
+        wide = Topology(self.parents.expand(batch, -1), self.valid.expand(batch, -1))
+        wide.__dict__["ancestors"] = self.ancestors.expand(batch, -1, -1)
+        wide.__dict__["depth"] = self.depth.expand(batch, -1)
+        wide.__dict__["max_depth"] = self.max_depth
+        return wide
+
+    def padded(self, width: int) -> Topology:
+        """The same trees with invalid children of the root appended up to `width` nodes."""
+        extra = width - self.num_nodes
+        if extra <= 0:
+            return self
+        pad = torch.nn.functional.pad
+        wide = Topology(pad(self.parents, (0, extra), value=0), pad(self.valid, (0, extra), value=False))
+        if "ancestors" in self.__dict__:
+            ancestors = pad(self.ancestors, (0, extra, 0, extra), value=False)
+            ancestors[:, self.num_nodes :, 0] = True
+            ancestors.diagonal(dim1=1, dim2=2)[:, self.num_nodes :] = True
+            wide.__dict__["ancestors"] = ancestors
+        return wide
+
+    def within(self, max_depth: Int[Tensor, "batch"]) -> Topology:
+        """The same nodes, those deeper than `max_depth` of their row made invalid."""
+        kept = Topology(self.parents, self.valid & (self.depth <= max_depth[:, None]))
+        kept.__dict__["ancestors"] = self.ancestors
+        kept.__dict__["depth"] = self.depth
+        return kept
+
+    @classmethod
+    def chain(cls, length: int, device: torch.device | str = "cpu") -> Topology:
+        """A root and `length` nodes below it, each the child of the one before: [1, length + 1]."""
+        parents = torch.arange(-1, length, device=device)[None]
+        return cls(parents, torch.ones_like(parents, dtype=torch.bool))
+
+    @classmethod
+    def from_paths(cls, paths: Sequence[Path], device: torch.device | str = "cpu") -> Topology:
+        """A static tree from its nodes' paths (Medusa's notation, root left out), in the order given by `sort_paths`."""
+        index = {(): 0} | {path: i + 1 for i, path in enumerate(paths)}
+        parents = torch.tensor([[-1] + [index[path[:-1]] for path in paths]], device=device)
+        return cls(parents, torch.ones_like(parents, dtype=torch.bool))
+
+
+def sort_paths(paths: Sequence[Sequence[int]], max_depth: int, max_rank: int) -> list[Path]:
+    """Checks a static tree and puts it in order (by depth, then by ranks).
+
+    Raises HeadstartError naming the first node that is a duplicate, that lacks its parent, or that asks for a depth or
+    rank which the head does not have (`max_depth` levels, ranks 0..max_rank-1).
+    """
+    seen: set[Path] = set()
+    for path in sorted((tuple(path) for path in paths), key=lambda path: (len(path), path)):
+        if not path or len(path) > max_depth:
+            raise HeadstartError(
+                f"tree node {list(path)} has depth {len(path)}, but this head drafts depths 1 to {max_depth}; "
+                "tune a tree for this head with `headstart tune`"
+            )
+        if any(not 0 <= rank < max_rank for rank in path):
+            raise HeadstartError(f"tree node {list(path)} asks for a rank outside 0 to {max_rank - 1}; remove it")
+        if path in seen:
+            raise HeadstartError(f"tree node {list(path)} stands twice in the tree; remove one")
+        if len(path) > 1 and path[:-1] not in seen:
+            raise HeadstartError(f"tree node {list(path)} has no parent {list(path[:-1])} in the tree; add it")
+        seen.add(path)
+    return sorted(seen, key=lambda path: (len(path), path))
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTree:
+    """A batch of candidate trees."""
+
+    tokens: Int[Tensor, "batch nodes"]
+    """Token of each node; whatever stands at an invalid node is never emitted."""
+    topology: Topology
+
+    @property
+    def num_nodes(self) -> int:
+        return self.tokens.shape[1]
+
+    def padded(self, width: int) -> TokenTree:
+        extra = width - self.num_nodes
+        if extra <= 0:
+            return self
+        return TokenTree(torch.nn.functional.pad(self.tokens, (0, extra)), self.topology.padded(width))
