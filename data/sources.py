@@ -1,0 +1,233 @@
+"""Conversations from local files, hub data sets and the bundled chats; every row is yielded, or counted with a reason.
+
+    reports = {}
+    for conversation in read(Source(source="chats.jsonl"), reports): ...
+    print(reports["chats.jsonl"].summary())
+
+JSON Lines are read line by line and every line is judged alone, so a field that is text on one line and a list on the
+next is no fault (a columnar reader ends in a type error there). A source that can't be opened at all raises DataError.
+"""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headstart.data.formats import Conversation, SkipRow, UnknownRole, parse
+from headstart.errors import DataError
+from headstart.recipe import Source
+
+SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".json", ".parquet")
+PLACES_SHOWN = 5
+
+
+@dataclass
+class SkipReport:
+    """What became of the rows of one source: rows = kept + skipped, by reason and place.
+
+    `tokens` and `supervised` are filled in by `prepare`: tokens of the kept rows, and how many of them are labels.
+    """
+
+    name: str
+    rows: int = 0
+    skipped: dict[str, list[str]] = field(default_factory=dict)
+    """Reason -> the places, `line 3` or `line 4, roles: user, user, assistant`."""
+    unknown_roles: Counter[str] = field(default_factory=Counter)
+    truncated: int = 0
+    """Kept rows that lost their end to the length limit."""
+    tokens: int = 0
+    supervised: int = 0
+
+    @property
+    def num_skipped(self) -> int:
+        return sum(map(len, self.skipped.values()))
+
+    @property
+    def kept(self) -> int:
+        return self.rows - self.num_skipped
+
+    @property
+    def share(self) -> float:
+        """Share of the tokens that is supervised; 0 where there are none."""
+        return self.supervised / self.tokens if self.tokens else 0.0
+
+    def skip(self, origin: str, why: SkipRow) -> None:
+        place = f"line {origin.rpartition(':')[2]}" + (f", {why.detail}" if why.detail else "")
+        self.skipped.setdefault(why.reason, []).append(place)
+        if isinstance(why, UnknownRole):
+            self.unknown_roles[why.role] += 1
+
+    def summary(self) -> str:
+        """A few lines: rows kept and skipped, each reason with its first places, unknown roles once with counts."""
+        lines = [f"{self.name}: {self.rows} rows, {self.kept} kept, {self.num_skipped} skipped"]
+        if self.tokens:
+            lines[0] += f"; {self.supervised} of {self.tokens} tokens supervised ({self.share:.1%})"
+        for reason, places in sorted(self.skipped.items(), key=lambda item: -len(item[1])):
+            more = f"; and {len(places) - PLACES_SHOWN} more" if len(places) > PLACES_SHOWN else ""
+            lines.append(f"  skipped {len(places)}: {reason} ({'; '.join(places[:PLACES_SHOWN])}{more})")
+        if self.unknown_roles:
+            counts = ", ".join(f"{role!r} ({count})" for role, count in self.unknown_roles.most_common())
+            lines.append(f"  roles not known: {counts}; known are system, user (human) and assistant (gpt, model)")
+        if self.truncated:
+            lines.append(f"  cut at the length limit: {self.truncated} of the kept rows")
+        return "\n".join(lines)
+
+
+def read(source: Source, reports: dict[str, SkipReport], *, answers: bool = True) -> Iterator[Conversation]:
+    """The conversations of one source, in order; rows that can't be used are counted in the report of their file.
+
+    reports: file name (or data set) -> its report; files met for the first time are added.
+    answers: False reads the prompts of `bundled:chats` without their answers, for distilling.
+    Raises DataError where the source can't be opened, and where it holds no rows at all.
+    """
+    place = ""
+    for place, record in itertools.islice(_records(source, answers), source.limit):
+        name, _, number = place.rpartition(":")
+        report = reports.setdefault(name, SkipReport(name))
+        report.rows += 1
+        try:
+            if isinstance(record, SkipRow):
+                raise record
+            yield parse(
+                record,
+                format=source.format,
+                merge=source.non_alternating == "merge",
+                origin=place,
+                row_id=f"{Path(name).name}:{number}",
+            )
+        except SkipRow as why:
+            report.skip(place, why)
+    if not place:
+        raise DataError(f"{display_name(source)} holds no rows; expected at least one, for example as JSON Lines.")
+
+
+def display_name(source: Source) -> str:
+    """How reports name a source: its file, or its data set with subset and split."""
+    if local_files(source):
+        return source.source
+    return ":".join(part for part in (source.source, source.subset, source.split) if part)
+
+
+def _records(source: Source, answers: bool) -> Iterator[tuple[str, Any]]:
+    """(place, record) of every row; a line that is no JSON comes as the SkipRow saying so. Blank lines don't count."""
+    if source.source.startswith("bundled:"):
+        return _number(display_name(source), _bundled_rows(source, answers))
+    files = local_files(source)
+    if files:
+        return itertools.chain.from_iterable(_file_records(path, source) for path in files)
+    return _number(display_name(source), _hub_rows(source))
+
+
+def local_files(source: Source) -> list[Path]:
+    """The files that a local source names; empty for a hub data set. Raises DataError for a path that isn't there.
+
+    A folder gives its files in order of name: those whose name begins with the split where there are such, else all.
+    """
+    if source.source.startswith("bundled:"):
+        return []
+    path = Path(source.source).expanduser()
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.name.endswith(SUFFIXES))
+        if not files:
+            raise DataError(f"The folder {path} holds no data; expected files ending in {', '.join(SUFFIXES)}.")
+        return [file for file in files if file.name.startswith(source.split)] or files
+    if path.is_file():
+        if source.split != "train":
+            raise DataError(f"{path} is one file and has no split {source.split!r}; name the file of that split.")
+        if not path.name.endswith(SUFFIXES):
+            raise DataError(f"{path} is of no known kind; expected a name ending in {', '.join(SUFFIXES)}.")
+        return [path]
+    if path.name.endswith(SUFFIXES) or source.source.startswith((".", "/", "~")):
+        raise DataError(f"There is no file {path}; write the path of a data file, or the id of a hub data set.")
+    return []
+
+
+def _number(name: str, rows: Iterator[Any]) -> Iterator[tuple[str, Any]]:
+    return ((f"{name}:{number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _file_records(path: Path, source: Source) -> Iterator[tuple[str, Any]]:
+    if path.name.endswith(".parquet"):
+        return _number(str(path), _parquet_rows(path))
+    if path.name.endswith(".json"):
+        return _number(str(path), _json_rows(path))
+    return _json_lines(path)
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
+    opened = gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")
+    with opened as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield f"{path}:{number}", _json_line(line)
+
+
+def _json_line(line: bytes) -> Any:
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        return SkipRow("not UTF-8 text")
+    except (ValueError, RecursionError) as error:
+        return SkipRow("not JSON", str(error))
+
+
+def _json_rows(path: Path) -> Iterator[Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise DataError(
+            f"{path} is not JSON ({error}); expected one list of rows. If every line is a row, name the file .jsonl."
+        ) from None
+    if isinstance(content, dict):  # {"data": [...]}, or one row
+        lists = [
+            value for key, value in content.items() if key in ("data", "rows", "train") and isinstance(value, list)
+        ]
+        content = lists[0] if lists else [content]
+    if not isinstance(content, list):
+        raise DataError(f"{path} holds neither a list of rows nor an object; expected [row, row, ...].")
+    return iter(content)
+
+
+def _parquet_rows(path: Path) -> Iterator[Any]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=256):
+            yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{path} can't be read as Parquet ({error}); write it anew, or give JSON Lines.") from None
+
+
+def _bundled_rows(source: Source, answers: bool) -> Iterator[Any]:
+    from headstart.data import bundled
+
+    if source.source != "bundled:chats":
+        raise DataError(f"There is no bundled data set {source.source!r}; there is bundled:chats.")
+    return bundled.rows(source.split, answers=answers)
+
+
+def _hub_rows(source: Source) -> Iterator[Any]:
+    import datasets
+
+    name = display_name(source)
+    try:
+        # a limit of rows must not download the whole set
+        streaming = source.limit is not None
+        rows = datasets.load_dataset(source.source, source.subset, split=source.split, streaming=streaming)
+    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(
+            f"The data set {name!r} can't be loaded ({_first_line(error)}); check its id, subset and split, or give a "
+            "local file."
+        ) from None
+    return iter(rows)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
