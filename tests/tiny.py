@@ -1,12 +1,12 @@
 """Tiny random models of every family that matters, and a byte tokenizer: the fixtures that all tests share.
 
     tiny.model("llama", dtype=torch.float64)      # the bare Hugging Face model, seeded, in evaluation mode
-    tiny.tokenizer(pad_is_end=True)               # ids 0-255 are bytes, then <|begin|> <|end|> <|turn_end|> <|pad|> <|mask|>
+    tiny.tokenizer(pad_is_end=True)               # ids 0-255 are bytes, 256-260 the special tokens
     tiny.target("llama", dtype=torch.float64)     # both, wrapped as headstart.target.Target
     tiny.save(folder, "llama")                    # both, as a folder that load_target reads
 
-Weights are drawn with a standard deviation of about 0.3 instead of the usual 0.02, so that greedy texts wander through the
-vocabulary instead of repeating one token, and the two best logits are far apart compared with rounding.
+Weights are drawn with a standard deviation of about 0.3 instead of the usual 0.02, so that greedy texts wander through
+the vocabulary instead of repeating one token, and the two best logits are far apart compared with rounding.
 """
 
 from __future__ import annotations
@@ -123,6 +123,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "MiniCPM3",
         {
             **_LLAMA,
+            "num_key_value_heads": 4,  # latent attention has a key head for every query head
             "q_lora_rank": 24,
             "kv_lora_rank": 16,
             "qk_nope_head_dim": 8,

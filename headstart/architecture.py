@@ -1,0 +1,194 @@
+"""Published configuration files: compared with a real target, or built with random weights for --smoke."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
+
+from headstart.errors import TargetError
+
+if TYPE_CHECKING:
+    from headstart.target import Target
+
+COMPARED = (
+    "model_type hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size "
+    "vocab_size tie_word_embeddings sliding_window"
+).split()
+MAX_LAYERS, MAX_HIDDEN, HEAD_DIM, WINDOW, NUM_EXPERTS = 4, 128, 16, 32, 4
+
+
+def read_architecture(path: str | Path) -> PreTrainedConfig:
+    """The configuration in a published config.json, as the class of its model_type."""
+    path = Path(path)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        config_class = CONFIG_MAPPING[values["model_type"]]
+    except OSError as error:
+        raise TargetError(f"there is no architecture file {path}; give the path of a published config.json") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise TargetError(f"{path} is no config.json whose model_type this transformers knows ({error})") from error
+    return config_class.from_dict(values).get_text_config()
+
+
+def compare_architecture(path: str | Path, target: Target) -> None:
+    """Refuses a target that is not what the published configuration says, naming the first difference."""
+    published, real = read_architecture(path).to_dict(), target.config.to_dict()
+    for key in COMPARED:
+        if published.get(key) != real.get(key):
+            raise TargetError(
+                f"{Path(path).name} says {key} {published.get(key)}, {target.name} has {real.get(key)}; correct "
+                "target.architecture or target.name"
+            )
+
+
+def random_target(
+    architecture: str | Path,
+    *,
+    shrink: bool,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: str | torch.dtype = "float32",
+) -> tuple[Target, list[str]]:
+    """A target with random weights in the architecture of a published config.json.
+
+    shrink: at most 4 layers and a hidden size of 128, the vocabulary of `tokenizer`; the ratio of query to key heads,
+    tied embeddings, the kind of rope and its scaling, kinds of layers, windows, norms and experts stay.
+    Returns the target and one sentence for each thing that was replaced.
+    """
+    from headstart.loading import parse_dtype
+    from headstart.target import Target
+
+    config = read_architecture(architecture)
+    replaced = [f"the weights of {Path(architecture).stem} by random numbers (seed {seed})"]
+    if shrink:
+        config, sentences = _shrink(config, len(tokenizer))
+        replaced += sentences
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, name, getattr(tokenizer, name))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.to(parse_dtype(dtype))
+    return Target(model, tokenizer, name=f"random-{Path(architecture).stem}"), replaced
+
+
+def _shrink(config: PreTrainedConfig, num_ids: int) -> tuple[PreTrainedConfig, list[str]]:
+    old = config.to_dict()
+    new = dict(old)
+    new |= _shrunk_attention(old) | _shrunk_layers(old) | _shrunk_experts(old)
+    new["vocab_size"] = _padded_vocabulary(int(old["vocab_size"]), num_ids)
+    new["initializer_range"] = 0.2  # 0.02 would leave a small model's attention without any effect
+    shown = {
+        "num_hidden_layers": "layers",
+        "hidden_size": "hidden size",
+        "num_attention_heads": "query heads",
+        "num_key_value_heads": "key heads",
+        "vocab_size": "vocabulary rows",
+        "sliding_window": "the window",
+        "num_experts": "experts",
+        "num_local_experts": "experts",
+        "n_routed_experts": "experts",
+    }
+    changes = [
+        f"{word} {old[key]} by {new[key]}"
+        for key, word in shown.items()
+        if old.get(key) is not None and old[key] != new[key]
+    ]
+    return type(config).from_dict(new), changes
+
+
+def _shrunk_attention(old: dict[str, Any]) -> dict[str, Any]:
+    """Widths of the residual stream and of attention; own head_dim stays apart from hidden / heads if it was."""
+    heads = int(old["num_attention_heads"])
+    key_heads = int(old.get("num_key_value_heads") or heads)
+    group = max(1, heads // key_heads)
+    new_key_heads = max(1, min(key_heads, 8 // group, 4))
+    new_heads = group * new_key_heads
+    head_dim = HEAD_DIM if new_heads * HEAD_DIM <= MAX_HIDDEN else max(2, MAX_HIDDEN // new_heads // 2 * 2)
+    old_head_dim = int(old.get("head_dim") or old["hidden_size"] // heads)
+    # the published proportion of hidden size to attention width, in whole heads' widths
+    ratio = int(old["hidden_size"]) / (heads * old_head_dim)
+    hidden = min(MAX_HIDDEN, max(8, round(new_heads * head_dim * ratio / 8) * 8))
+    new: dict[str, Any] = {
+        "hidden_size": hidden,
+        "num_attention_heads": new_heads,
+        "num_key_value_heads": new_key_heads,
+        "intermediate_size": 2 * hidden,
+        "ffn_dim": 2 * hidden,
+        "word_embed_proj_dim": hidden,
+        "head_dim": head_dim,
+        "rotary_dim": head_dim // 2,
+        "query_pre_attn_scalar": head_dim,
+        "attention_multiplier": head_dim**-0.5,
+        # latent attention (DeepSeek, MiniCPM3)
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": head_dim,
+        "qk_rope_head_dim": head_dim // 2,
+        "qk_head_dim": head_dim + head_dim // 2,
+        "v_head_dim": head_dim,
+    }
+    if old.get("rope_parameters"):
+        new["rope_parameters"] = _shrunk_rope(old["rope_parameters"], old_head_dim, head_dim)
+    return {key: value for key, value in new.items() if old.get(key) is not None}
+
+
+def _shrunk_rope(rope: dict[str, Any], old_head_dim: int, head_dim: int) -> dict[str, Any]:
+    """Lists with a number per rotary frequency (longrope factors, mrope sections) fit the new width; the rest stays."""
+
+    def shrunk(key: str, value: Any) -> Any:
+        if isinstance(value, dict):  # one block per kind of layer
+            return _shrunk_rope(value, old_head_dim, head_dim)
+        if key in ("short_factor", "long_factor"):
+            return value[: max(1, len(value) * head_dim // old_head_dim)]
+        if key == "mrope_section":
+            return [max(1, part * head_dim // old_head_dim) for part in value]
+        return value
+
+    return {key: shrunk(key, value) for key, value in rope.items()}
+
+
+def _shrunk_layers(old: dict[str, Any]) -> dict[str, Any]:
+    """The first layers, with one of every kind among them."""
+    count = min(MAX_LAYERS, int(old["num_hidden_layers"]))
+    new: dict[str, Any] = {"num_hidden_layers": count}
+    for key in ("layer_types", "mlp_layer_types", "no_rope_layers"):
+        kinds = old.get(key)
+        if kinds:
+            later = [kind for kind in dict.fromkeys(kinds) if kind not in kinds[:count]]
+            new[key] = [*kinds[: count - len(later)], *later]
+    if old.get("sliding_window"):
+        new["sliding_window"] = min(int(old["sliding_window"]), WINDOW)
+    if old.get("max_window_layers") is not None:
+        share = old["max_window_layers"] / old["num_hidden_layers"]
+        new["max_window_layers"] = math.ceil(count * min(1.0, share))
+    if old.get("first_k_dense_replace") is not None:
+        new["first_k_dense_replace"] = min(1, int(old["first_k_dense_replace"]))
+    if old.get("mlp_only_layers"):
+        new["mlp_only_layers"] = [layer for layer in old["mlp_only_layers"] if layer < count]
+    return new
+
+
+def _shrunk_experts(old: dict[str, Any]) -> dict[str, Any]:
+    limits = {
+        "num_experts": NUM_EXPERTS,
+        "num_local_experts": NUM_EXPERTS,
+        "n_routed_experts": NUM_EXPERTS,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    return {key: min(limit, int(old[key])) for key, limit in limits.items() if old.get(key) is not None}
+
+
+def _padded_vocabulary(old_rows: int, num_ids: int) -> int:
+    """Rows for `num_ids` ids, padded to the power of two, at most 128, that the published number is a multiple of."""
+    multiple = math.gcd(old_rows, 128)
+    return math.ceil(num_ids / multiple) * multiple

@@ -1,0 +1,131 @@
+"""Loads a causal language model and its tokenizer from the hub, a folder or a GGUF file, and explains what fails."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from headstart import bundled
+from headstart.errors import TargetError
+
+DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
+
+# Parts of the messages of transformers and huggingface_hub -> what to tell the user. Order matters.
+_EXPLANATIONS = (
+    ("trust_remote_code", "it brings its own code; read that code, then set target.trust_remote_code: true"),
+    (
+        "couldn't connect",
+        "the hub cannot be reached and no copy is cached; connect, or name a folder that holds the model",
+    ),
+    (
+        "outgoing traffic",
+        "HF_HUB_OFFLINE is set and no copy is cached; unset it, or name a folder that holds the model",
+    ),
+    ("gated repo", "it is gated; accept its terms on its hub page, then `hf auth login`"),
+    (
+        "is not a valid model identifier",
+        "there is no such model on the hub; check the spelling, or `hf auth login` if private",
+    ),
+    ("is not a valid git identifier", "it has no such revision; look at its branches and tags on the hub"),
+    (
+        "Unrecognized configuration class",
+        "it is no causal language model; name a decoder-only model with an output head",
+    ),
+    (
+        "does not recognize this architecture",
+        "this version of transformers does not know its model_type; upgrade transformers",
+    ),
+    (
+        "Unrecognized model",
+        "its folder holds no config.json with a model_type; name the folder that holds the model's files",
+    ),
+    ("not a valid JSON file", "its config.json is not valid JSON; copy the model's files again"),
+    ("no file named", "its folder holds no weights (model.safetensors); copy the model's files again"),
+    (
+        "ignore_mismatched_sizes",
+        "its weights do not have the shapes that its config.json says; copy the model's files again",
+    ),
+    ("deserializing header", "its weights file is cut short; copy the model's files again"),
+    ("backend tokenizer", "no tokenizer files lie beside the model (tokenizer.json); copy them into its folder"),
+)
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+) -> PreTrainedModel:
+    """The model with all its weights from the checkpoint; a checkpoint that lacks some is refused."""
+    source, options = _locate(name)
+    with explained(name):
+        options |= {"trust_remote_code": trust_remote_code, "revision": revision}
+        config = AutoConfig.from_pretrained(source, **options)
+        if config.is_encoder_decoder:
+            raise TargetError(f"{name} is an encoder-decoder model; name a decoder-only causal language model")
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=dtype, output_loading_info=True, **options
+        )
+        # transformers fills what is missing with random numbers and goes on
+        missing = sorted(report["missing_keys"])
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise TargetError(f"{name} lacks the weights {missing[0]}{more}; name a complete causal language model")
+        if "gguf_file" in options:
+            del model.config.quantization_config  # the weights are whole again, and it could not be saved
+        return model.to(device)
+
+
+def load_tokenizer(
+    name: str, *, trust_remote_code: bool = False, revision: str | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a hub id, a folder, a GGUF file or a bundled target."""
+    source, options = _locate(name)
+    with explained(name):
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, revision=revision, **options)
+
+
+def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """A floating dtype from its name."""
+    found = DTYPES.get(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise TargetError(f"target dtype {dtype!r} is unknown; expected one of {', '.join(DTYPES)}")
+    return found
+
+
+@contextmanager
+def explained(name: str) -> Iterator[None]:
+    """Turns whatever goes wrong while loading into one sentence; from_pretrained raises almost any exception."""
+    try:
+        yield
+    except TargetError:
+        raise
+    except Exception as error:
+        text = str(error)
+        for part, reason in _EXPLANATIONS:
+            if part.lower() in text.lower():
+                raise TargetError(f"{name} could not be loaded: {reason}") from error
+        first_line = (text.strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise TargetError(f"{name} could not be loaded ({first_line}); check target.name and target.dtype") from error
+
+
+def _locate(name: str) -> tuple[str, dict[str, Any]]:
+    """What from_pretrained is given: a folder or a hub id, and further arguments."""
+    if name.startswith(bundled.PREFIX):
+        return str(bundled.folder(name)), {}
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir():
+        return str(path), {}
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or path.suffix == ".gguf":
+        raise TargetError(f"there is no folder {name}; name a folder that holds a model, a hub id, or {bundled.NAME}")
+    return name, {}

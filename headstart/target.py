@@ -1,0 +1,249 @@
+"""The target: a frozen causal language model, and the few things that heads and decoding ask of it.
+
+    target = load_target("bundled:smollm2-135m", dtype="float32")
+    features = target.forward(ids, positions, target.masks(allowed, distance), layers=[2, 15, 27])
+    logits = target.output.logits(features.final)
+
+Nothing here changes the model: its code, its weights and its output distribution stay as they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import (
+    Cache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from headstart.architecture import compare_architecture
+from headstart.borrowed import Embedding, OutputHead, check_borrowed
+from headstart.errors import TargetError
+from headstart.fingerprint import check_fingerprint, fingerprint
+from headstart.loading import load_model, load_tokenizer, parse_dtype
+
+__all__ = ["Embedding", "Features", "OutputHead", "Target", "check_fingerprint", "load_target", "load_tokenizer"]
+
+FINAL_NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f", "final_norm")
+UNLIMITED_POSITIONS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Features:
+    """What one forward of the target gives.
+
+    final: after the final norm, what the output head reads. In Hugging Face's numbering this is HF[num_layers] too.
+    taps: HF[k] by k. HF[0] is what the first layer reads, HF[k] what the k-th layer wrote: the residual stream, before
+    the final norm.
+    """
+
+    final: Float[Tensor, "batch seq dim"]
+    taps: dict[int, Float[Tensor, "batch seq dim"]]
+
+
+class Target:
+    """A frozen causal language model with its tokenizer.
+
+    vocab_size: rows of the output weight (not the length of the tokenizer). max_positions: the longest text in tokens.
+    end_token_ids: every id that the generation settings, the configuration or the tokenizer call the end.
+    layers: the decoder layers. layer_windows: the sliding window of each in tokens, None for full attention; a query
+    at position p sees keys at positions above p - window.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, name: str):
+        model.eval().requires_grad_(False)
+        if model.get_output_embeddings() is None or model.get_input_embeddings() is None:
+            raise TargetError(f"{name} ({model.config.model_type}) has no output head to draft for; name a causal LM")
+        self.model, self.tokenizer, self.name = model, tokenizer, name
+        self.config = model.config.get_text_config()
+        self.decoder: nn.Module = model.get_decoder()
+        self.layers, final_norm = _find_layers(self.decoder, self.config.num_hidden_layers, name)
+        self.embedding = Embedding(model)
+        self.output = OutputHead(model, final_norm)
+        self.hidden_size = int(self.config.hidden_size)
+        self.num_layers = len(self.layers)
+        self.vocab_size = self.output.vocab_size
+        self.max_positions = _max_positions(self.config)
+        self.end_token_ids = _end_token_ids(model, tokenizer, self.vocab_size)
+        self._layer_kinds = _layer_kinds(self.config, self.num_layers)
+        window = getattr(self.config, "sliding_window", None)
+        self.layer_windows: tuple[int | None, ...] = tuple(
+            int(window) if kind == "sliding_attention" and window else None for kind in self._layer_kinds
+        )
+        self._selects_states = "hidden_states" in (getattr(self.decoder, "_can_record_outputs", None) or {})
+        self._parameters = inspect.signature(self.decoder.forward).parameters
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What identifies this target; see headstart.fingerprint."""
+        return fingerprint(self)
+
+    def masks(
+        self, allowed: Bool[Tensor, "batch query key"], distance: Int[Tensor, "batch query key"]
+    ) -> Float[Tensor, "batch 1 query key"] | dict[str, Float[Tensor, "batch 1 query key"]]:
+        """What this architecture takes as attention_mask: additive, in the model's dtype.
+
+        allowed: which keys a query may see before any window. distance: the query's position minus the key's.
+        A dict by kind of layer where kinds are mixed, a plain tensor otherwise. A query that may see no key at all sees
+        those at distance 0: a row of minus infinities would be NaN, and would spread through the cache.
+        """
+        unknown = sorted(set(self._layer_kinds) - {"full_attention", "sliding_attention"})
+        if unknown:
+            kinds = ", ".join(unknown)
+            raise TargetError(
+                f"{self.name} has layers of kind {kinds}, whose state cannot be rolled back when drafts are rejected; "
+                "use a target with full or sliding-window attention"
+            )
+        masks = {}
+        for kind, window in dict(zip(self._layer_kinds, self.layer_windows, strict=True)).items():
+            seen = allowed if window is None else allowed & (distance < window)
+            seen = seen | (~seen.any(-1, keepdim=True) & (distance == 0))
+            lowest = torch.finfo(self.dtype).min
+            masks[kind] = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(~seen, lowest)[
+                :, None
+            ]
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def forward(
+        self,
+        input_ids: Int[Tensor, "batch seq"],
+        position_ids: Int[Tensor, "batch seq"],
+        attention_mask: Tensor | dict[str, Tensor] | None,
+        cache: Cache | None = None,
+        layers: Sequence[int] = (),
+    ) -> Features:
+        """One forward of the decoder, without logits. The caller sets no_grad or inference_mode.
+
+        attention_mask: from `masks`; None is plain causal attention. cache: filled in place. layers: which HF[k].
+        """
+        wrong = [k for k in layers if not 0 <= k <= self.num_layers]
+        if wrong:
+            raise TargetError(f"layer {wrong[0]} was asked for, {self.name} has HF[0] to HF[{self.num_layers}]")
+        arguments = self._arguments(position_ids=position_ids, attention_mask=attention_mask, cache=cache)
+        taps = sorted({k for k in layers if k < self.num_layers})
+        if self._selects_states:
+            selection = {"output_hidden_states": taps} if taps else {}
+            output = self.decoder(input_ids=input_ids, **arguments, **selection)
+            states = {k: output.hidden_states[k] for k in taps}
+        else:
+            with _TapHooks(self.layers, taps) as states:
+                output = self.decoder(input_ids=input_ids, **arguments)
+        if self.num_layers in layers:
+            states[self.num_layers] = output.last_hidden_state
+        return Features(output.last_hidden_state, states)
+
+    def _arguments(self, *, cache: Cache | None, **values: Any) -> dict[str, Any]:
+        """The decoder's keyword arguments; one that it would not take is refused, not dropped."""
+        # `past_key_values` was renamed `cache` within transformers 5
+        values["cache" if "cache" in self._parameters else "past_key_values"] = cache
+        missing = sorted(set(values) - set(self._parameters))
+        if missing:
+            raise TargetError(
+                f"{self.name} ({self.config.model_type}) takes no {missing[0]}, without which a tree of drafts cannot "
+                "be verified; use another target"
+            )
+        return {**values, "use_cache": cache is not None}
+
+
+class _TapHooks:
+    """Keeps HF[k] = what layer k reads, for decoders that cannot select hidden states themselves."""
+
+    def __init__(self, layers: nn.ModuleList, taps: Sequence[int]):
+        self._layers, self._taps = layers, taps
+        self.states: dict[int, Tensor] = {}
+
+    def __enter__(self) -> dict[int, Tensor]:
+        self._handles = [
+            self._layers[k].register_forward_pre_hook(self._keeper(k), with_kwargs=True) for k in self._taps
+        ]
+        return self.states
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _keeper(self, k: int):
+        def keep(_module: nn.Module, args: tuple, kwargs: dict) -> None:
+            self.states[k] = args[0] if args else kwargs["hidden_states"]
+
+        return keep
+
+
+def _find_layers(decoder: nn.Module, num_layers: int, name: str) -> tuple[nn.ModuleList, nn.Module | None]:
+    """The list of decoder layers, and the final norm beside it (None: not found)."""
+    for owner in decoder.modules():
+        for child in owner.children():
+            if isinstance(child, nn.ModuleList) and len(child) == num_layers:
+                norms = [getattr(owner, norm) for norm in FINAL_NORM_NAMES if getattr(owner, norm, None) is not None]
+                return child, (norms[0] if norms else None)
+    raise TargetError(f"{name}: no list of {num_layers} decoder layers was found in {type(decoder).__name__}")
+
+
+def _max_positions(config: transformers.PreTrainedConfig) -> int:
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
+        value = getattr(config, name, None)
+        if value:
+            return int(value)
+    return UNLIMITED_POSITIONS
+
+
+def _end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> tuple[int, ...]:
+    """All ids that anyone calls the end, in ascending order; ids without an output row can never be drawn."""
+    sources = (model.generation_config, model.config.get_text_config(), model.config, tokenizer)
+    found: set[int] = set()
+    for source in sources:
+        value = getattr(source, "eos_token_id", None)
+        found.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    return tuple(sorted(int(token) for token in found if 0 <= token < vocab_size))
+
+
+def _layer_kinds(config: transformers.PreTrainedConfig, num_layers: int) -> list[str]:
+    """The kind of attention of each layer, in the words of `config.layer_types`."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        all_sliding = window is not None and getattr(config, "use_sliding_window", True)
+        return ["sliding_attention" if all_sliding else "full_attention"] * num_layers
+    return [str(kind) for kind in kinds[:num_layers]]
+
+
+def load_target(
+    name: str,
+    *,
+    dtype: str | torch.dtype = "bfloat16",
+    device: str | torch.device | None = None,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    architecture: str | Path | None = None,
+) -> Target:
+    """Loads a frozen target: a hub id, a folder, a GGUF file or bundled:smollm2-135m.
+
+    device: None is the first GPU, or else the CPU. architecture: a published config.json that it must agree with.
+    Whatever goes wrong is one TargetError. The embedding and output head that heads borrow are checked against the
+    model's own forward, which costs one forward of eight tokens.
+    """
+    name, found_dtype = str(name), parse_dtype(dtype)
+    found_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    remote = {"trust_remote_code": trust_remote_code, "revision": revision}
+    tokenizer = load_tokenizer(name, **remote)
+    target = Target(load_model(name, dtype=found_dtype, device=found_device, **remote), tokenizer, name=name)
+    if architecture is not None:
+        compare_architecture(architecture, target)
+    check_borrowed(target)
+    return target
