@@ -67,15 +67,15 @@ class MedusaConfig(Config):
     and to draft with, and put a ceiling on acceptance that is reported. null: all of them."""
 
     loss: Loss | Annotated[dict[Loss, Weight], Field(min_length=1)] = "soft-ce"
-    """What is minimised: `soft-ce` learns from the target's whole distribution, `hard-ce` from the text alone. A mapping
-    such as `{soft-ce: 0.9, tv: 0.1}` adds losses with these weights."""
+    """What is minimised: `soft-ce` learns from the target's whole distribution, `hard-ce` from the text alone. A
+    mapping such as `{soft-ce: 0.9, tv: 0.1}` adds losses with these weights."""
 
     loss_decay: Number = Field(0.8, gt=0, le=1)
-    """Head i weighs `loss_decay ** i`: a later head counts only where the earlier ones were right. 1 weighs all alike."""
+    """Head i weighs `loss_decay ** i`: a later head counts only where those before it were right. 1: all alike."""
 
     teacher_top_k: int | None = Field(None, ge=1)
-    """Keep only so many of the target's likeliest tokens, renormalised, as the soft label. Faster where the vocabulary is
-    large; `hard-ce` has no use for it. null: the whole distribution."""
+    """Keep only so many of the target's likeliest tokens, renormalised, as the soft label. Faster where the vocabulary
+    is large; `hard-ce` has no use for it. null: the whole distribution."""
 
     dropout: Number = Field(0.0, ge=0, lt=1)
     """Share of a head's input that is dropped while training. Worth trying when conversations are few."""

@@ -1,3 +1,60 @@
-"""headstart: train light draft heads for a frozen language model, decode with them exactly, report what was gained."""
+"""headstart: train light draft heads for a frozen language model, decode with them exactly, report what was gained.
+
+The names below are loaded when they are first used (PEP 562), so that importing headstart costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headstart.decode.engine import Engine, Generation, Request, SamplingSettings
+    from headstart.errors import HeadstartError
+    from headstart.heads import build_head, load_head, save_head
+    from headstart.recipe import Recipe, find_recipe, load_recipe
+    from headstart.target import Target, load_target
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "Engine": "headstart.decode.engine",
+    "Generation": "headstart.decode.engine",
+    "HeadstartError": "headstart.errors",
+    "Recipe": "headstart.recipe",
+    "Request": "headstart.decode.engine",
+    "SamplingSettings": "headstart.decode.engine",
+    "Target": "headstart.target",
+    "build_head": "headstart.heads",
+    "find_recipe": "headstart.recipe",
+    "load_head": "headstart.heads",
+    "load_recipe": "headstart.recipe",
+    "load_target": "headstart.target",
+    "save_head": "headstart.heads",
+}
+
+__all__ = [
+    "Engine",
+    "Generation",
+    "HeadstartError",
+    "Recipe",
+    "Request",
+    "SamplingSettings",
+    "Target",
+    "build_head",
+    "find_recipe",
+    "load_head",
+    "load_recipe",
+    "load_target",
+    "save_head",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'headstart' has no attribute '{name}'")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,279 @@
+"""The schema of a recipe: one class per section, each key with its range and what it trades. Free of torch.
+
+Sections stand in the order of a recipe: target, head, data, train, eval, logging, export. `headstart.recipe` loads
+files into these classes; a `Recipe` made in Python is checked alike.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from headstart.heads.configs import Config, MedusaConfig, Number
+from headstart.recipe_yaml import YesOrNo, write_yaml
+
+Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+
+
+def _no_yes_or_no(value: Any) -> Any:
+    if isinstance(value, YesOrNo):
+        raise ValueError(f"`{value}` is text in some YAML and a truth value in other: write true or false, or quote it")
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _no_yes_or_no(item)
+    return value
+
+
+class TargetSection(Config):
+    """The frozen language model that heads are trained for."""
+
+    name: str = Field(min_length=1)
+    """Hub id, local folder, or `bundled:smollm2-135m`, which needs no hub. (`random:NAME` is what --smoke puts here:
+    the architecture shrunk, with random weights and the bundled tokenizer.)"""
+
+    architecture: str | None = None
+    """Published configuration of the model as a JSON file, beside the recipe or in the packaged `recipes/`: what
+    --smoke shrinks and what the real model is compared with."""
+
+    dtype: Dtype = "bfloat16"
+    """Precision of the target's weights, in training and in decoding."""
+
+    placement: Literal["replicate", "shard", "tensor_parallel"] = "replicate"
+    """`replicate` keeps the whole target on every device; `shard` spreads it and gathers layer by layer, for targets
+    that fit no single device; `tensor_parallel` splits every matrix."""
+
+    quantization: Literal["none", "int8", "int4"] = "none"
+    """Smaller frozen weights. The head then learns, and decoding is exact for, the quantised target."""
+
+    revision: str | None = None
+    """Branch, tag or commit on the hub; null: the default branch."""
+
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for repositories whose code you have read."""
+
+
+class Source(Config):
+    """One place that conversations come from."""
+
+    source: str = Field(min_length=1)
+    """Hub data set, local file or folder (.jsonl, .json, .parquet), or `bundled:chats`."""
+
+    split: str = "train"
+    """Which split of it. `bundled:chats` has train, held_out_kinds and held_out_topics."""
+
+    subset: str | None = None
+    """Configuration of a hub data set that has several, such as `main`."""
+
+    format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt-response", "text", "ids"] = "auto"
+    """How a row is laid out; `auto` looks at the first rows and says what it found."""
+
+    limit: int | None = Field(None, ge=1)
+    """Read so many rows, from the top; null: all."""
+
+    non_alternating: Literal["skip", "merge"] = "skip"
+    """Two turns of one speaker in a row: leave the conversation out (counted), or join the turns into one."""
+
+
+class HeldOutSection(Config):
+    """Conversations that are never trained on: losses, trees and reports are measured on them."""
+
+    fraction: Number | None = Field(None, gt=0, lt=1)
+    """Share of the training conversations to hold out, chosen by their row ids, so the same in every run."""
+
+    sources: list[Source] = []
+    """Sources of their own instead, which say more: whole kinds or topics that training never saw."""
+
+    @model_validator(mode="after")
+    def _check_together(self) -> HeldOutSection:
+        if (self.fraction is None) == (not self.sources):
+            raise ValueError("expected either `fraction`, such as 0.01, or `sources`, and not both")
+        return self
+
+
+class ChatSection(Config):
+    """How conversations become text. Preparing, distilling, training and decoding all use the same values."""
+
+    arguments: Annotated[dict[str, Any], AfterValidator(_no_yes_or_no)] = {}
+    """Arguments of the chat template, such as `{enable_thinking: false}`."""
+
+    system: str | None = None
+    """System turn for conversations that have none; null: whatever the template does. Draft for the prompts that you
+    serve: a head trained with another system turn is accepted less."""
+
+    supervise: Literal["all", "last"] = "all"
+    """Learn from every turn of the assistant, or from the last one only (for templates that drop earlier reasoning)."""
+
+
+class DistillSection(Config):
+    """How the target answers the prompts itself; heads learn best from the target's own words."""
+
+    max_new_tokens: int = Field(512, ge=1)
+    """Longest answer; longer ones are cut and marked as cut."""
+
+    temperature: Number = Field(0.0, ge=0)
+    """0 is greedy: the text that greedy decoding will draft for. Sampling gives more variety."""
+
+    batch_size: int = Field(16, ge=1)
+    """Conversations answered at once; finished ones make room. More is faster until memory is full."""
+
+
+class DataSection(Config):
+    """What is learnt from."""
+
+    train: list[Source] = Field(min_length=1)
+    """Sources of the training conversations, joined in this order and shuffled by `seed`."""
+
+    held_out: HeldOutSection = HeldOutSection(fraction=0.01)
+    """What is kept away from training."""
+
+    chat: ChatSection = ChatSection()
+    """Template, system turn and which turns count."""
+
+    max_length: int = Field(2048, ge=8)
+    """Longest sequence in tokens; longer conversations are cut. Memory grows with it."""
+
+    packing: bool = True
+    """Fill sequences with several conversations, kept apart exactly. false: pad, which wastes time on short ones."""
+
+    features: Literal["online", "offline", "hybrid"] = "online"
+    """Run the target in every step, read its states from a cache on disk, or fill the cache while training."""
+
+    distill: DistillSection = DistillSection()
+    """Settings of `headstart data distill`."""
+
+
+class TrainSection(Config):
+    """How long and how hard. The length is `max_steps` if given, else `cpu_seconds` if given, else `epochs`."""
+
+    epochs: int = Field(1, ge=1)
+    """Passes over the training conversations."""
+
+    max_steps: int | None = Field(None, ge=1)
+    """Optimiser steps, over as many passes as that takes; null: as long as the other two say."""
+
+    cpu_seconds: Number | None = Field(None, gt=0)
+    """Budget in seconds of process time, all threads together. Turned once, by 20 steps that are then taken back, into
+    `max_steps`, which the schedule, the stop and a resumed run use."""
+
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """What turns gradients into steps."""
+
+    lr: Number = Field(1e-3, gt=0)
+    """Highest learning rate. Heads are small and start as the identity: they bear far more than the target would."""
+
+    batch_size: int = Field(2, ge=1)
+    """Sequences in a micro-batch on each device. Memory grows with it."""
+
+    accumulation: int = Field(1, ge=1)
+    """Micro-batches in one optimiser step. Many small steps beat few large ones while conversations are few."""
+
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after the warm-up."""
+
+    warmup: Number = Field(0.03, ge=0, lt=1)
+    """Share of the steps in which the learning rate rises."""
+
+    weight_decay: Number = Field(0.0, ge=0)
+    """Decoupled decay of the weight matrices."""
+
+    clip: Number | None = Field(0.5, gt=0)
+    """Largest norm of the whole gradient; null: never clipped."""
+
+    dtype: Dtype = "bfloat16"
+    """Precision of the forward pass; the head's own weights and the optimiser stay in float32."""
+
+    eval_every: int | None = Field(500, ge=1)
+    """Optimiser steps between two looks at the held-out conversations; null: at the end only."""
+
+    save_every: int | None = Field(500, ge=1)
+    """Optimiser steps between two checkpoints; null: at the end only. What a kill can cost."""
+
+    keep: int = Field(3, ge=1)
+    """How many checkpoints stay on disk, newest first; the best one stays besides."""
+
+    world_size: Literal["any"] | Annotated[int, Field(ge=1)] = "any"
+    """Number of processes that this recipe is meant for; a launch with another number is refused. any: no check."""
+
+
+class EvalSection(Config):
+    """How acceptance and speedup are measured."""
+
+    num_prompts: int = Field(80, ge=1)
+    """How many prompts are decoded. More give narrower intervals."""
+
+    max_new_tokens: int = Field(256, ge=1)
+    """Longest answer in tokens."""
+
+    temperature: list[Annotated[Number, Field(ge=0)]] = Field([0.0], min_length=1)
+    """Each of these is measured; 0 is greedy."""
+
+    batch_size: int = Field(1, ge=1)
+    """Prompts decoded at once. Speculative decoding gains most at 1, where the device waits for memory."""
+
+    tree: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
+    """Nodes of the drafted tree, root included; auto: the size tuned for this head on this device."""
+
+    identity_prompts: int | None = Field(8, ge=0)
+    """On how many prompts the drafted text is compared with plain decoding in float32 and with a control arm, which is
+    slow; null: on all."""
+
+    prompts: list[Source] = []
+    """Where the prompts come from; empty: the held-out conversations."""
+
+
+class LoggingSection(Config):
+    """Who is told. `metrics.jsonl` in the run folder is always written."""
+
+    trackers: list[Literal["wandb", "tensorboard", "trackio"]] = []
+    """Trackers besides; one that is missing or cannot be reached never stops a run."""
+
+    project: str = "headstart"
+    """Name of the project in the tracker."""
+
+    every: int = Field(10, ge=1)
+    """Optimiser steps between two lines of the metrics."""
+
+
+class ExportSection(Config):
+    """Where the head goes when it is published."""
+
+    repo: str | None = None
+    """Hub repository, ORG/NAME; null: asked for when exporting."""
+
+    private: bool = True
+    """Only its owners see the repository."""
+
+
+class Recipe(Config):
+    """A whole run: what is trained, on what, how, and how it is measured."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run and of its folder under `runs/`."""
+
+    seed: int = Field(0, ge=0, lt=2**32)
+    """Everything random follows from it: initial weights, order of the data, sampling."""
+
+    target: TargetSection
+    """The frozen model."""
+
+    head: MedusaConfig
+    """What drafts for it; `type` chooses the head and its keys."""
+
+    data: DataSection
+    """What is learnt from."""
+
+    train: TrainSection = TrainSection()
+    """How long and how hard."""
+
+    eval: EvalSection = EvalSection()
+    """How it is measured."""
+
+    logging: LoggingSection = LoggingSection()
+    """Who is told."""
+
+    export: ExportSection = ExportSection()
+    """Where it goes."""
+
+    def to_yaml(self) -> str:
+        """Every key with its value, defaults included: the effective recipe, which `load_recipe` reads back alike."""
+        return write_yaml(self.model_dump())
