@@ -1,1 +1,1 @@
-"""The trained heads: one file per architecture, losses, draft vocabulary, saving and loading."""
+"""Heads: modules that are trained to draft for one frozen target."""

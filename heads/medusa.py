@@ -1,0 +1,188 @@
+"""Medusa heads: several next-next-token predictors over the target's final state. https://arxiv.org/abs/2401.10774
+
+Head i reads the state at position j, runs it through its own residual blocks x + SiLU(W x + b), and predicts token
+j + 2 + i (the target's own output head predicts j + 1). Blocks start at zero, so every head starts as the target's
+output head. The target's output rows are borrowed: they are arguments, never attributes.
+
+Letters in shapes: heads, dim (the target's hidden size), draft (the draft vocabulary).
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+from headstart.borrowed import Embedding, OutputHead, SelectedRows
+from headstart.data.packing import TokenBatch
+from headstart.errors import HeadError
+from headstart.heads.base import Alignment, HeadOutput
+from headstart.heads.chunked import ChunkedLoss
+from headstart.heads.configs import MedusaConfig
+from headstart.heads.losses import needs_teacher
+from headstart.heads.vocab import DraftVocab
+from headstart.target import Features
+
+
+class ResidualBlock(nn.Module):
+    """One residual block of every head, x + SiLU(W x + b), each head with its own W and b; the identity at first."""
+
+    def __init__(self, num_heads: int, dim: int):
+        super().__init__()
+        # zero weight AND bias: with PyTorch's default bias the published block is not quite the identity at first
+        self.weight = nn.Parameter(torch.zeros(num_heads, dim, dim))
+        self.bias = nn.Parameter(torch.zeros(num_heads, dim))
+
+    def forward(self, states: Float[Tensor, "*batch some_heads dim"]) -> Float[Tensor, "*batch heads dim"]:
+        """states: one per head, or a single one that all heads share (the first block: one product for all)."""
+        if states.shape[-2] == 1:
+            inner = functional.linear(states[..., 0, :], self.weight.flatten(0, 1)).unflatten(-1, self.bias.shape)
+        else:
+            inner = torch.einsum("...hd,hed->...he", states, self.weight)
+        return states + functional.silu(inner + self.bias)
+
+
+class MedusaHead(nn.Module):
+    """All Medusa heads of one target.
+
+    vocab: the draft vocabulary, None for the target's whole one. vocab_size: rows of the target's output weight.
+    Parameters: `blocks.{layer}.weight` [heads, dim, dim] and `.bias` [heads, dim]; `output: own` adds `output_weight`
+    [heads, draft, dim]; `output: low-rank` adds `output_down` [heads, rank, dim] and `output_up` [heads, draft, rank].
+    """
+
+    wants: tuple[int, ...] = ()
+    """It reads the final state alone."""
+
+    def __init__(self, config: MedusaConfig, *, hidden_size: int, vocab_size: int, vocab: DraftVocab | None = None):
+        super().__init__()
+        _check_vocab(config, vocab_size, vocab)
+        if "reverse-kl" in config.loss_weights and config.teacher_top_k is not None:
+            raise HeadError(
+                "loss reverse-kl needs the target's whole distribution, but teacher_top_k is "
+                f"{config.teacher_top_k}; set it to null"
+            )
+        self.config, self.hidden_size, self.vocab_size, self.vocab = config, hidden_size, vocab_size, vocab
+        heads, draft = config.num_heads, self.draft_vocab_size
+        self.blocks = nn.ModuleList(ResidualBlock(heads, hidden_size) for _ in range(config.num_layers))
+        self.output_weight = self.output_down = self.output_up = None
+        if config.output == "own":
+            self.output_weight = nn.Parameter(torch.zeros(heads, draft, hidden_size))
+        elif config.output == "low-rank":
+            assert config.rank is not None
+            self.output_down = nn.Parameter(torch.empty(heads, config.rank, hidden_size))
+            nn.init.normal_(self.output_down, std=hidden_size**-0.5)
+            self.output_up = nn.Parameter(torch.zeros(heads, draft, config.rank))
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.vocab_size if self.vocab is None else len(self.vocab)
+
+    @property
+    def draft_ids(self) -> Int[Tensor, "draft"] | None:
+        """Target ids of the draft vocabulary, None for all."""
+        return None if self.vocab is None else self.vocab.ids
+
+    @staticmethod
+    def axis_names(name: str) -> tuple[str, ...]:
+        """What the axes of a tensor of the state dict are, in the words of the configuration: for messages."""
+        return {
+            "weight": ("num_heads", "hidden_size", "hidden_size"),
+            "bias": ("num_heads", "hidden_size"),
+            "output_weight": ("num_heads", "draft_vocab_size", "hidden_size"),
+            "output_down": ("num_heads", "rank", "hidden_size"),
+            "output_up": ("num_heads", "draft_vocab_size", "rank"),
+            "ids": ("draft_vocab_size",),
+        }[name.rpartition(".")[2]]
+
+    def initialise_output(self, output: OutputHead) -> None:
+        """Own output matrices start as copies of the target's rows, its logit scale included."""
+        if self.output_weight is not None:
+            rows = output.weight_rows(self.draft_ids) * output.scale
+            with torch.no_grad():
+                self.output_weight.copy_(rows.expand_as(self.output_weight))
+
+    def forward(self, features: Features, batch: TokenBatch, embedding: Embedding, output: OutputHead) -> HeadOutput:
+        """Loss and counts over all supervised tokens of the batch; Medusa has no use for `embedding`."""
+        alignment = Alignment.of(batch, self.config.num_heads)
+        final = features.final.flatten(0, 1)
+        states = self.draft_hidden(final[alignment.positions])
+        tokens = batch.input_ids.flatten()[alignment.tokens]
+        shares_rows = self.output_weight is None
+        rows = output.select(self.draft_ids) if shares_rows or needs_teacher(self.config.loss_weights) else None
+        loss = ChunkedLoss(
+            alignment=alignment,
+            labels=tokens if self.vocab is None else self.vocab.index_of(tokens),
+            project=lambda states, *own: self._project(states, rows, *own),
+            teacher_logits=lambda final: rows.logits(final),  # pyright: ignore[reportOptionalMemberAccess]
+            final=final,
+            vocab_size=self.draft_vocab_size,
+            loss_weights=self.config.loss_weights,
+            depth_weights=[self.config.loss_decay**head for head in range(self.config.num_heads)],
+            teacher_top_k=self.config.teacher_top_k,
+        )
+        return loss(states, *self._own_output())
+
+    def draft_hidden(self, final: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch heads dim"]:
+        """The state of every head at each position, in the dtype of the head (under autocast, autocast's products)."""
+        states = final.to(self.blocks[0].weight.dtype)[..., None, :]
+        states = functional.dropout(states, self.config.dropout, self.training)
+        for block in self.blocks:
+            states = block(states)
+        return states
+
+    def draft_logits(
+        self, final: Float[Tensor, "*batch dim"], output: OutputHead, rows: Int[Tensor, "rows"] | None = None
+    ) -> Float[Tensor, "*batch heads vocab"]:
+        """Logits of every head over the draft vocabulary: what a tree is drawn from.
+
+        rows: target ids of a widened draft vocabulary, the head's own ids first (`self.draft_ids`, then any others);
+        refused by heads with own output matrices, which have no further rows.
+        """
+        selected = output.select(self.draft_ids if rows is None else rows)
+        return self.logits(self.draft_hidden(final), selected)
+
+    def logits(
+        self, states: Float[Tensor, "*batch heads dim"], rows: SelectedRows
+    ) -> Float[Tensor, "*batch heads vocab"]:
+        """The same from states and output rows that were selected once, in the dtype of those rows."""
+        dtype = rows.weight.dtype
+        return self._project(states.to(dtype), rows, *(parameter.to(dtype) for parameter in self._own_output()))
+
+    def _own_output(self) -> list[nn.Parameter]:
+        """The head's own output parameters, in the order in which `_project` takes them."""
+        own = (self.output_weight, self.output_down, self.output_up)
+        return [parameter for parameter in own if parameter is not None]
+
+    def _project(self, states: Tensor, rows: SelectedRows | None, *own: Tensor) -> Tensor:
+        """The one way from states to logits, in training and drafting; all heads in one product."""
+        if self.output_weight is not None:
+            if rows is not None and len(rows.weight) != self.draft_vocab_size:
+                raise HeadError(
+                    f"these heads have output matrices of {self.draft_vocab_size} rows of their own, "
+                    f"{len(rows.weight)} were asked for; a vocabulary can be widened with `output: shared` only"
+                )
+            return torch.einsum("...hd,hvd->...hv", states.to(own[0].dtype), own[0])
+        assert rows is not None
+        logits = rows.logits(states)
+        if not own:
+            return logits
+        down, up = own
+        correction = torch.einsum("...hr,hvr->...hv", torch.einsum("...hd,hrd->...hr", states.to(down.dtype), down), up)
+        return logits + functional.pad(correction, (0, logits.shape[-1] - correction.shape[-1]))
+
+
+def _check_vocab(config: MedusaConfig, vocab_size: int, vocab: DraftVocab | None) -> None:
+    asked = config.draft_vocab_size
+    if asked in (None, vocab_size) and vocab is None:
+        return
+    if vocab is None or asked != len(vocab):
+        found = "none was built" if vocab is None else f"one of {len(vocab)} ids was given"
+        raise HeadError(
+            f"draft_vocab_size is {asked}, but {found}; build it with DraftVocab.build from the training data"
+        )
+    if vocab.vocab_size != vocab_size:
+        raise HeadError(
+            f"the draft vocabulary was built for {vocab.vocab_size} output rows, the target has {vocab_size}; "
+            "build it again from this target's data"
+        )

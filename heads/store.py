@@ -1,0 +1,203 @@
+"""Building heads, and keeping them: a folder with `head.safetensors` and `config.json`, written whole, read strictly.
+
+    head = build_head(recipe.head, target, vocab)
+    save_head(head, "runs/demo/head", fingerprint=target.fingerprint(), training_record={"steps": 200})
+    head = load_head("runs/demo/head", target)
+
+Only what the head owns is in the file: the target's embedding and output rows are borrowed, so they can't be.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pydantic
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headstart.errors import HeadError
+from headstart.heads.configs import HEADS, MedusaConfig
+from headstart.heads.medusa import MedusaHead
+from headstart.heads.vocab import DraftVocab
+from headstart.target import Target, check_fingerprint
+
+FORMAT = 1
+"""Of the folder; a reader refuses a later one."""
+WEIGHTS, CONFIG = "head.safetensors", "config.json"
+VOCAB_IDS = "vocab.ids"
+
+
+def build_head(config: MedusaConfig, target: Target, vocab: DraftVocab | None = None) -> MedusaHead:
+    """A fresh head in fp32 for this target; `vocab` as `config.draft_vocab_size` asks for (None: the whole one)."""
+    head = MedusaHead(config, hidden_size=target.hidden_size, vocab_size=target.vocab_size, vocab=vocab)
+    head.initialise_output(target.output)
+    return head
+
+
+def save_head(
+    head: MedusaHead,
+    folder: str | Path,
+    *,
+    fingerprint: Mapping[str, Any],
+    training_record: Mapping[str, Any] | None = None,
+    state: Mapping[str, Tensor] | None = None,
+) -> Path:
+    """Writes `folder` (replacing it) under another name first, so that it is there whole or not at all.
+
+    fingerprint: of the target, checked by `load_head`. training_record: what a reader may want to know (steps, tokens,
+    coverage of the draft vocabulary, ...). state: the head's state dict where only the caller can gather it (sharded
+    training); None: the head's own. Returns the folder.
+    """
+    folder = Path(folder)
+    tensors = {
+        name: tensor.detach().to("cpu", copy=True).contiguous()
+        for name, tensor in (head.state_dict() if state is None else state).items()
+    }
+    _check_tensors(head, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, "the state to be saved")
+    description = {
+        "format": FORMAT,
+        "head": head.config.model_dump(mode="json"),
+        "hidden_size": head.hidden_size,
+        "vocab_size": head.vocab_size,
+        "num_parameters": sum(parameter.numel() for parameter in head.parameters()),
+        "target": _without_path(fingerprint),
+        "training": dict(training_record or {}),
+    }
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        fresh.chmod(0o755)
+        save_file(tensors, fresh / WEIGHTS)
+        (fresh / CONFIG).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+        for file in (fresh / WEIGHTS, fresh / CONFIG):
+            _flush(file)
+        _replace(fresh, folder)
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
+    return folder
+
+
+def load_head(folder: str | Path, target: Target | None = None, allow_other_target: bool = False) -> MedusaHead:
+    """The head in `folder`, on the CPU, in evaluation mode and in the dtype in which it was saved, bit for bit.
+
+    Every tensor of the head must be in the file once and nothing else may be. With a target, its sizes must be those
+    that the head was trained for, and its fingerprint too (`allow_other_target`: only warned of). Raises HeadError, or
+    TargetError for another target.
+    """
+    folder = Path(folder)
+    description = read_description(folder)
+    config = _read_config(folder, description)
+    hidden_size, vocab_size = description["hidden_size"], description["vocab_size"]
+    if target is not None:
+        for name, stored, current in [
+            ("vocab_size", vocab_size, target.vocab_size),
+            ("hidden_size", hidden_size, target.hidden_size),
+        ]:
+            if stored != current:
+                raise HeadError(
+                    f"{folder / CONFIG}: this head was trained for {name} {stored}, the target {target.name} has "
+                    f"{current}; use the head with its own target"
+                )
+        check_fingerprint(description["target"], target, allow_other_target)
+    tensors = _read_tensors(folder / WEIGHTS)
+    ids = tensors.get(VOCAB_IDS)
+    vocab = None if ids is None else DraftVocab(ids, vocab_size)
+    head = MedusaHead(config, hidden_size=hidden_size, vocab_size=vocab_size, vocab=vocab)
+    _check_tensors(head, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, str(folder / WEIGHTS))
+    head.load_state_dict(tensors, strict=True, assign=True)
+    return head.eval()
+
+
+def read_description(folder: str | Path) -> dict[str, Any]:
+    """What `config.json` of a saved head says: `head`, sizes, `target` (the fingerprint) and `training`."""
+    path = Path(folder) / CONFIG
+    try:
+        description = json.loads(path.read_text(encoding="utf-8"))
+        missing = [key for key in ("format", "head", "hidden_size", "vocab_size", "target") if key not in description]
+    except FileNotFoundError:
+        raise HeadError(
+            f"{folder} holds no trained head ({CONFIG} is missing); name a folder written by training"
+        ) from None
+    except (ValueError, TypeError) as error:
+        raise HeadError(f"{path} is no description of a head ({error}); restore it or train again") from None
+    if missing:
+        raise HeadError(f"{path} lacks {missing[0]}; restore it or train again")
+    if description["format"] != FORMAT:
+        raise HeadError(f"{path} has format {description['format']}, this version reads {FORMAT}; update headstart")
+    return description
+
+
+def _read_config(folder: Path, description: dict[str, Any]) -> MedusaConfig:
+    kind = description["head"].get("type")
+    if kind not in HEADS:
+        raise HeadError(
+            f"{folder / CONFIG}: head type {kind!r} is not known, expected {' or '.join(HEADS)}; update headstart"
+        )
+    try:
+        return HEADS[kind].model_validate(description["head"])
+    except pydantic.ValidationError as error:
+        fault = error.errors()[0]
+        key = ".".join(map(str, ("head", *fault["loc"])))
+        raise HeadError(
+            f"{folder / CONFIG}: {key}: {fault['msg']}, found {fault['input']!r}; restore the file"
+        ) from None
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
+    except (FileNotFoundError, SafetensorError) as error:
+        raise HeadError(f"{path} cannot be read ({error}); copy the head's whole folder again or train again") from None
+
+
+def _check_tensors(head: MedusaHead, found: Mapping[str, tuple[int, ...]], where: str) -> None:
+    """Every tensor of the head once, with its shape, and nothing else."""
+    expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+    for name in expected.keys() & found.keys():
+        for axis, wanted, held in zip(head.axis_names(name), expected[name], found[name], strict=False):
+            if wanted != held:
+                raise HeadError(
+                    f"{where}: {name} was made with {axis} {held}, the configuration says {axis} {wanted} (shapes "
+                    f"{list(found[name])} and {list(expected[name])}); restore the head's own {CONFIG}"
+                )
+        if len(expected[name]) != len(found[name]):
+            raise HeadError(
+                f"{where}: {name} has shape {list(found[name])}, expected {list(expected[name])}; train again"
+            )
+    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if missing or extra:
+        faults = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"holds {', '.join(extra)} too"] * bool(extra)
+        raise HeadError(f"{where} {' and '.join(faults)}, against its {CONFIG}; restore the head's own files")
+
+
+def _without_path(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """A target that was loaded from a folder is named by its last part: no path goes out with a head."""
+    kept = dict(fingerprint)
+    if os.path.isabs(str(kept.get("name", ""))):
+        kept["name"] = Path(kept["name"]).name
+    return kept
+
+
+def _flush(file: Path) -> None:
+    with open(file, "rb") as handle:
+        os.fsync(handle.fileno())
+
+
+def _replace(fresh: Path, folder: Path) -> None:
+    """Puts `fresh` in the place of `folder`; a folder that was there is moved aside first, then removed."""
+    if not folder.exists():
+        fresh.rename(folder)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    folder.rename(aside / "old")
+    fresh.rename(folder)
+    shutil.rmtree(aside)
