@@ -9,12 +9,11 @@ Everything that is wrong with a recipe is reported at once, with file and line, 
 from __future__ import annotations
 
 import difflib
-import json
 import os
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from pydantic import ValidationError
 
@@ -49,11 +48,11 @@ __all__ = [
     "Source",
     "TargetSection",
     "TrainSection",
+    "architecture_path",
     "find_packaged",
     "find_recipe",
     "load_recipe",
     "override",
-    "read_architecture",
     "refuse_unbuilt",
     "smoke",
 ]
@@ -109,21 +108,13 @@ def find_packaged(path_or_name: str | os.PathLike[str], kind: str) -> Path:
     return _find(path_or_name, f"file for {kind}", kind, ".json" if kind == "architectures" else ".yaml")
 
 
-def read_architecture(recipe: Recipe) -> dict[str, Any] | None:
-    """The published configuration that `target.architecture` names, None where the recipe names none."""
-    if recipe.target.architecture is None:
-        return None
-    path = _architecture_path(recipe.target.architecture, None)
-    try:
-        values = json.loads(path.read_text(encoding="utf-8")) if path else None
-    except (OSError, ValueError) as error:
-        raise RecipeError(f"`target.architecture`: {path} is not readable as JSON ({error}).") from None
-    if not isinstance(values, dict) or "model_type" not in values:
-        raise RecipeError(
-            f"`target.architecture: {recipe.target.architecture}` gives no model configuration with a `model_type`; "
-            "use the model's own config.json."
-        )
-    return values
+def architecture_path(recipe: Recipe) -> Path | None:
+    """The file that `target.architecture` names, None where the recipe names none."""
+    name = recipe.target.architecture
+    path = _architecture_file(name, None) if name else None
+    if name and path is None:
+        raise RecipeError(f"`target.architecture`: no file {name} here or among the packaged ones; give its path.")
+    return path
 
 
 def refuse_unbuilt(recipe: Recipe) -> None:
@@ -160,7 +151,7 @@ def _checked(document: Document, overrides: Sequence[str], folder: Path | None) 
     target = values.get("target")
     architecture = target.get("architecture") if isinstance(target, dict) else None
     if isinstance(architecture, str):
-        path = _architecture_path(architecture, folder)
+        path = _architecture_file(architecture, folder)
         if path is None:
             known = ", ".join(f"architectures/{path.name}" for path in sorted(PACKAGED.glob("architectures/*.json")))
             document.fault(("target", "architecture"), f"no file {architecture}; packaged: {known}")
@@ -186,7 +177,7 @@ def _raise_faults(document: Document) -> NoReturn:
     raise RecipeError(f"{len(faults)} faults in the recipe:\n" + "\n".join(f"  {fault}" for fault in faults))
 
 
-def _architecture_path(name: str, folder: Path | None) -> Path | None:
+def _architecture_file(name: str, folder: Path | None) -> Path | None:
     candidates = [base / name for base in (folder, Path(), PACKAGED) if base is not None]
     return next((path for path in candidates if path.is_file()), None)
 

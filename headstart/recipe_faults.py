@@ -158,12 +158,8 @@ def _expected(complaint: Any, path: Path, sections: Mapping[Path, type[Config]])
     if kind == "literal_error":
         names = re.findall(r"'([^']*)'", context["expected"])
         near = difflib.get_close_matches(str(complaint["input"]).lower().replace("_", "-"), names, n=1, cutoff=0.7)
-        return (
-            ", ".join(names[:-1])
-            + " or " * (len(names) > 1)
-            + names[-1]
-            + (f" (`{near[0]}`?)" if near and len(names) > 1 else "")
-        )
+        nearest = f" (`{near[0]}`?)" if near and len(names) > 1 else ""
+        return ", ".join(names[:-1]) + " or " * (len(names) > 1) + names[-1] + nearest
     if kind in ("model_type", "model_attributes_type"):
         keys = list(sections[_section_path(path)].model_fields)[:4]
         return "a section with keys such as " + ", ".join(f"`{key}`" for key in keys)

@@ -11,7 +11,10 @@ from typing import Any
 from headstart.errors import RecipeError
 from headstart.recipe_schema import Recipe
 
-BUNDLED_ARCHITECTURES = {"bundled:smollm2-135m": "architectures/smollm2-135m-instruct.json"}
+RANDOM = "random:"
+"""What the name of a target with random weights begins with; the name of the model that it is a likeness of follows."""
+
+_BUNDLED_ARCHITECTURES = {"bundled:smollm2-135m": "architectures/smollm2-135m-instruct.json"}
 
 _AT_MOST = {
     "head.rank": 8,
@@ -75,15 +78,15 @@ def shrink(recipe: Recipe) -> tuple[Recipe, list[str]]:
 def _random_target(values: dict[str, Any]) -> str:
     target = values["target"]
     name = target["name"]
-    if name.startswith("random:"):
+    if name.startswith(RANDOM):
         return ""
-    target["architecture"] = target["architecture"] or BUNDLED_ARCHITECTURES.get(name)
+    target["architecture"] = target["architecture"] or _BUNDLED_ARCHITECTURES.get(name)
     if target["architecture"] is None:
         raise RecipeError(
             f"--smoke needs `target.architecture`, the published config.json of {name}, to build a small likeness: "
             "add it to the recipe or by --set target.architecture=FILE."
         )
-    target["name"] = f"random:{name}"
+    target["name"] = RANDOM + name
     return f"target: random weights in the architecture of {target['architecture']}, shrunk, instead of {name}"
 
 

@@ -1,0 +1,41 @@
+"""The target that a recipe names: the real one, or the small random likeness that --smoke puts in its place."""
+
+from __future__ import annotations
+
+import torch
+
+from headstart import bundled
+from headstart.architecture import random_target
+from headstart.loading import load_tokenizer
+from headstart.recipe import Recipe, architecture_path
+from headstart.recipe_smoke import RANDOM
+from headstart.target import Target, load_target
+
+
+def load_recipe_target(
+    recipe: Recipe, *, device: str | torch.device | None = None, dtype: str | torch.dtype | None = None
+) -> tuple[Target, list[str]]:
+    """The frozen target of a recipe and, for a random one, a sentence for each thing that was replaced.
+
+    device: None is the first GPU, or else the CPU (for a random target always the CPU). dtype: None is the recipe's.
+    A random target has the same weights whenever its recipe is the same: they follow from `seed` and the architecture.
+    """
+    section = recipe.target
+    dtype = dtype or section.dtype
+    architecture = architecture_path(recipe)
+    if not section.name.startswith(RANDOM):
+        return load_target(
+            section.name,
+            dtype=dtype,
+            device=device,
+            trust_remote_code=section.trust_remote_code,
+            revision=section.revision,
+            architecture=architecture,
+        ), []
+    assert architecture is not None, "shrink() gives every random target an architecture"
+    target, replaced = random_target(
+        architecture, shrink=True, seed=recipe.seed, tokenizer=load_tokenizer(bundled.NAME), dtype=dtype
+    )
+    if device is not None:
+        target.model.to(device)
+    return target, replaced
