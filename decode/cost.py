@@ -1,0 +1,194 @@
+"""What a step costs on this device, what a tree yields on this text, and the tree that makes the most of both.
+
+The forecast is a replay, not a product of accuracies: along the target's own answer, at every base the tree's deepest
+node that agrees with what follows is found, and the next base lies that many tokens plus one further on. Averaging over
+all positions instead would overstate τ (a good stretch is crossed in few steps, a bad one in many), and multiplying
+per-depth accuracies would take depths for independent. Speed: tokens per step over seconds per step (Medusa,
+arXiv 2401.10774, section 2.3.3; Sequoia, arXiv 2402.12374, section 4.2).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from headstart.decode.drafters.base import NoDraft, Request, Rows
+from headstart.decode.engine import WIDTHS, Engine
+from headstart.decode.tree import Path, TokenTree
+from headstart.target import Target
+
+SIZES = tuple(width for width in WIDTHS if width <= 64)
+"""Numbers of nodes, root included, that trees are tuned for."""
+
+Ranks = Int[Tensor, "positions depth"]
+"""At base position j, depth d: the rank of the text's token j+1+d among the drafts for depth d, -1 where it is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostCurve:
+    """Median seconds of one step without its drafting, by the width of the forward, at about one context length."""
+
+    seconds: dict[int, float]
+    context_length: int
+    rows: int
+    device: str
+    dtype: str
+
+    def at(self, nodes: int) -> float:
+        """Seconds of a step of `nodes` nodes, padding to the next measured width included."""
+        return self.seconds[min(width for width in self.seconds if width >= nodes)]
+
+    def ratio(self, nodes: int) -> float:
+        """t(n) / t(1)."""
+        return self.at(nodes) / self.at(1)
+
+
+class _WidthSweep(NoDraft):
+    """Plain decoding at a width that changes from step to step, so that drift of the machine meets all widths alike."""
+
+    def __init__(self, widths: Sequence[int]):
+        super().__init__()
+        self._arms = [NoDraft(width) for width in widths]
+        self._turn = 0
+
+    def propose(self, rows: Rows, budget: int) -> TokenTree:
+        self._turn += 1
+        return self._arms[(self._turn - 1) % len(self._arms)].propose(rows, budget)
+
+
+def measure_costs(
+    target: Target,
+    *,
+    widths: Sequence[int] = SIZES,
+    context_length: int = 256,
+    rows: int = 1,
+    repeats: int = 8,
+) -> CostCurve:
+    """Times `repeats` steps of every width, interleaved, after one round of warm-up; the context grows by one a step."""
+    sweep = _WidthSweep(widths)
+    engine = Engine(target, sweep, batch_size=rows, budget=max(widths))
+    steps = len(widths) * (repeats + 1)
+    most = target.max_positions - max(widths) - steps
+    prompt = [(7 + 31 * i) % min(target.vocab_size, target.embedding.vocab_size) for i in range(context_length)]
+    request = Request(prompt_ids=prompt[: max(most, 1)], max_new_tokens=steps, ignore_end=True)
+    first = next(iter(list(engine.generate([request] * rows))))
+    by_width: dict[int, list[float]] = {width: [] for width in widths}
+    for index, step in enumerate(first.steps):
+        if index >= len(widths):
+            by_width[widths[index % len(widths)]].append(step.verify_seconds + step.host_seconds)
+    return CostCurve(
+        seconds={width: statistics.median(times) for width, times in by_width.items()},
+        context_length=len(request.prompt_ids) + steps // 2,
+        rows=rows,
+        device=str(target.device),
+        dtype=str(target.dtype).removeprefix("torch."),
+    )
+
+
+def replay(ranks: Ranks, paths: Sequence[Path], first: int = 0) -> list[int]:
+    """Drafts accepted at each step along one answer, from base `first` on, with the static tree of `paths`.
+
+    Steps whose outcome the answer's end could cut are left out, as in the acceptance length: the last row of `ranks` is
+    the last base at which the whole depth lies within the answer.
+    """
+    nodes = set(paths)
+    accepted = []
+    table = ranks.tolist()
+    base = first
+    while base < len(table):
+        depth = 0
+        while depth < len(table[base]) and tuple(table[base][: depth + 1]) in nodes:
+            depth += 1
+        accepted.append(depth)
+        base += depth + 1
+    return accepted
+
+
+def grow_tree(all_ranks: Sequence[Ranks], num_nodes: int, rounds: int = 4) -> list[Path]:
+    """The static tree of `num_nodes` nodes (root included) that accepts most along these answers.
+
+    A node is worth the number of visited bases at which its whole path is right; the best set of n paths is the n
+    most frequent ones, which holds every node's parent. Which bases are visited depends on the tree, so the choice is
+    repeated with the bases that its own replay visits; the best of the rounds is kept.
+    """
+    if num_nodes <= 1:
+        return []
+    weights = [torch.ones(len(ranks)) for ranks in all_ranks]
+    best: tuple[float, list[Path]] | None = None
+    for _ in range(rounds):
+        counts: Counter[Path] = Counter()
+        for ranks, weight in zip(all_ranks, weights, strict=True):
+            for row, seen in zip(ranks.tolist(), weight.tolist(), strict=True):
+                if seen:
+                    for depth in range(1, len(row) + 1):
+                        if row[depth - 1] < 0:
+                            break
+                        counts[tuple(row[:depth])] += 1
+        ordered = sorted(counts, key=lambda path: (-counts[path], len(path), path))
+        paths = sorted(ordered[: num_nodes - 1], key=lambda path: (len(path), path))
+        runs = [replay(ranks, paths) for ranks in all_ranks]
+        tau = mean_tokens(runs)
+        if best is None or tau > best[0]:
+            best = (tau, paths)
+        weights = []
+        for ranks, run in zip(all_ranks, runs, strict=True):
+            visited = torch.zeros(len(ranks))
+            base = 0
+            for accepted in run:
+                visited[base] = 1
+                base += accepted + 1
+            weights.append(visited)
+    assert best is not None
+    return best[1]
+
+
+def mean_tokens(runs: Sequence[Sequence[int]]) -> float:
+    """τ of replays: tokens per step, the bonus token counted, pooled over answers."""
+    steps = sum(len(run) for run in runs)
+    return (sum(sum(run) for run in runs) + steps) / steps if steps else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What one tree should yield on this device."""
+
+    paths: list[Path]
+    acceptance_length: float
+    """τ on answers that the tree was not chosen on."""
+    speedup: float
+    """Over plain decoding: τ * t(1) / (t(n) + drafting)."""
+
+
+def tune(
+    all_ranks: Sequence[Ranks], costs: CostCurve, draft_seconds: float, sizes: Sequence[int] = SIZES
+) -> dict[int, Forecast]:
+    """The best tree of every size with its forecast, by number of nodes; size 1 is plain decoding.
+
+    τ is forecast crosswise: trees chosen on the even answers are scored on the odd ones and the other way round.
+    """
+    halves = (all_ranks[::2], all_ranks[1::2])
+    forecasts = {1: Forecast(paths=[], acceptance_length=1.0, speedup=1.0)}
+    for size in sizes:
+        if size == 1:
+            continue
+        runs = [
+            replay(ranks, paths)
+            for chosen_on, scored_on in (halves, halves[::-1])
+            for paths in [grow_tree(chosen_on or scored_on, size)]
+            for ranks in scored_on
+        ]
+        tau = mean_tokens(runs)
+        speedup = tau * costs.at(1) / (costs.at(size) + draft_seconds)
+        forecasts[size] = Forecast(paths=grow_tree(all_ranks, size), acceptance_length=tau, speedup=speedup)
+    return forecasts
+
+
+def best_size(forecasts: dict[int, Forecast]) -> int:
+    """The number of nodes with the highest predicted tokens per second; of equals the smaller."""
+    return max(forecasts, key=lambda size: (forecasts[size].speedup, -size))
