@@ -20,8 +20,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 class KVCache:
     """Keys and values of `num_layers` layers for the rows of a batch; rows are the first `len(lengths)` slots.
 
-    Storage is one tensor [layers, 2, slots, kv_heads, capacity, head_dim] (layers of another shape get their own), so
-    that compaction moves all layers in one operation. It is zeroed, not empty: a masked NaN would still be a NaN.
+    Storage is one tensor for keys and one for values, [layers, slots, kv_heads, capacity, head_dim] each, so that
+    compaction moves all layers in one operation; a layer whose heads have another shape goes to tensors of that shape.
+    They are zeroed, not empty: a masked NaN would still be a NaN.
     """
 
     def __init__(self, num_layers: int, slots: int, capacity: int):
@@ -30,46 +31,61 @@ class KVCache:
         self.capacity = capacity
         self.lengths: list[int] = []
         """Tokens of each active row that are in the cache."""
-        self._storage: dict[tuple, Float[Tensor, "layers 2 slots heads capacity dim"]] = {}
+        self._storage: dict[tuple[str, int, int], Float[Tensor, "layers slots heads capacity dim"]] = {}
+        """By "keys" or "values", number of heads, and their size: keys and values differ under latent attention."""
+        self._kinds: dict[int, list[tuple[str, int, int]]] = {}
+        """Where the keys and the values of each layer are."""
         self._layers = [_KVLayer(self, index) for index in range(num_layers)]
         self.as_transformers = Cache(layers=self._layers)
         self._first = 0
         self._width = 0
+        self._places: tuple[Tensor, Tensor] | None = None
+        """Rows and slots that a forward of uneven rows writes to: the same for all its layers."""
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def begin(self, first: int, count: int) -> None:
         """The next forward carries rows first..first+count-1, each written behind its own length."""
-        self._first, self._width = first, count
+        self._first, self._width, self._places = first, count, None
 
     def key_length(self, num_tokens: int) -> int:
         """Keys that a forward of `num_tokens` per row sees, for the rows named by `begin`."""
         return max(self.lengths[self._first : self._first + self._width]) + num_tokens
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        store = self._slab(layer, keys)
-        batch, _, num_tokens, _ = keys.shape
-        lengths = self.lengths[self._first : self._first + self._width]
-        assert batch == len(lengths), (batch, lengths)
-        end = max(lengths) + num_tokens
-        slab = store[:, self._first : self._first + batch]
-        if min(lengths) == max(lengths):
-            slab[0, :, :, lengths[0] : end] = keys
-            slab[1, :, :, lengths[0] : end] = values
-        else:
-            rows = torch.arange(batch, device=keys.device)[:, None]
-            slots = torch.tensor(lengths, device=keys.device)[:, None] + torch.arange(num_tokens, device=keys.device)
-            slab[0][rows, :, slots] = keys.transpose(1, 2)
-            slab[1][rows, :, slots] = values.transpose(1, 2)
-        return slab[0, :, :, :end], slab[1, :, :, :end]
+        """Puts [batch, heads, tokens, dim] behind each row's length; returns all keys and values up to the longest."""
+        if layer not in self._kinds:
+            self._kinds[layer] = [("keys", *keys.shape[1::2]), ("values", *values.shape[1::2])]
+        stored_keys, stored_values = (
+            self._put(self._stored(kind, states)[layer], states)
+            for kind, states in zip(self._kinds[layer], (keys, values), strict=True)
+        )
+        return stored_keys, stored_values
 
-    def _slab(self, layer: int, keys: Tensor) -> Float[Tensor, "2 slots heads capacity dim"]:
-        _, heads, _, dim = keys.shape
-        shape = (heads, dim)
-        if shape not in self._storage:
-            size = (self.num_layers, 2, self.slots, heads, self.capacity, dim)
-            self._storage[shape] = torch.zeros(size, dtype=keys.dtype, device=keys.device)
-        return self._storage[shape][layer]
+    def _put(
+        self, store: Float[Tensor, "slots heads capacity dim"], states: Float[Tensor, "batch heads tokens dim"]
+    ) -> Float[Tensor, "batch heads keys dim"]:
+        lengths = self.lengths[self._first : self._first + self._width]
+        batch, _, num_tokens, _ = states.shape
+        assert batch == len(lengths), (batch, lengths)
+        slab = store[self._first : self._first + batch]
+        if min(lengths) == max(lengths):
+            slab[:, :, lengths[0] : lengths[0] + num_tokens] = states
+        else:
+            if self._places is None:
+                ends = torch.tensor(lengths, device=states.device)[:, None]
+                rows = torch.arange(batch, device=states.device)[:, None]
+                self._places = rows, ends + torch.arange(num_tokens, device=states.device)
+            rows, slots = self._places
+            slab[rows, :, slots] = states.transpose(1, 2)
+        return slab[:, :, : max(lengths) + num_tokens]
+
+    def _stored(self, kind: tuple[str, int, int], states: Tensor) -> Float[Tensor, "layers slots heads capacity dim"]:
+        if kind not in self._storage:
+            _, heads, dim = kind
+            size = (self.num_layers, self.slots, heads, self.capacity, dim)
+            self._storage[kind] = torch.zeros(size, dtype=states.dtype, device=states.device)
+        return self._storage[kind]
 
     # -- keeping -----------------------------------------------------------------------------------------------------
 
@@ -85,7 +101,7 @@ class KVCache:
             for store in self._storage.values():
                 rows, sources, slots = torch.tensor(moves, device=store.device).unbind(1)
                 # Advanced indexing copies before it writes, so overlapping sources and slots are safe.
-                store[:, :, rows, :, slots] = store[:, :, rows, :, sources]
+                store[:, rows, :, slots] = store[:, rows, :, sources]
         for row, path in enumerate(paths):
             self.lengths[row] += len(path)
 
@@ -106,7 +122,7 @@ class KVCache:
             for store in self._storage.values():
                 new, old = torch.tensor(moved, device=store.device).unbind(1)
                 end = max((self.lengths[row] for row in kept), default=0)
-                store[:, :, new, :, :end] = store[:, :, old, :, :end]
+                store[:, new, :, :end] = store[:, old, :, :end]
         self.lengths = [self.lengths[row] for row in kept]
 
     def grow(self, slots: int, capacity: int) -> None:
@@ -114,20 +130,19 @@ class KVCache:
         if slots <= self.slots and capacity <= self.capacity:
             return
         slots, capacity = max(slots, self.slots), max(capacity, self.capacity)
-        for shape, store in self._storage.items():
-            layers, two, old_slots, heads, old_capacity, dim = store.shape
-            bigger = store.new_zeros(layers, two, slots, heads, capacity, dim)
-            bigger[:, :, :old_slots, :, :old_capacity] = store
-            self._storage[shape] = bigger
+        for kind, store in self._storage.items():
+            layers, old_slots, heads, old_capacity, dim = store.shape
+            bigger = store.new_zeros(layers, slots, heads, capacity, dim)
+            bigger[:, :old_slots, :, :old_capacity] = store
+            self._storage[kind] = bigger
         self.slots, self.capacity = slots, capacity
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
     def read(self, layer: int, row: int) -> tuple[Float[Tensor, "heads length dim"], Float[Tensor, "heads length dim"]]:
         """Keys and values of one row as far as they are committed (for tests and for sharing drafters)."""
-        for store in self._storage.values():
-            return store[layer, 0, row, :, : self.lengths[row]], store[layer, 1, row, :, : self.lengths[row]]
-        raise ValueError("the cache is empty")
+        keys, values = (self._storage[kind][layer, row, :, : self.lengths[row]] for kind in self._kinds[layer])
+        return keys, values
 
     def num_bytes(self) -> int:
         return sum(store.numel() * store.element_size() for store in self._storage.values())

@@ -1,8 +1,8 @@
 """The decoder: one loop for plain and drafted decoding of a batch of rows.
 
-A row's prompt but its last token is prefilled; the last token is the root of the first tree. So every emitted token comes
-out of a step, prefill stands apart, and plain decoding (`NoDraft`, trees of one node) is the same loop. Rows join and
-leave one by one: a finished row makes room for the next request.
+A row's prompt but its last token is prefilled; the last token is the root of the first tree. So every emitted token
+comes out of a step, prefill stands apart, and plain decoding (`NoDraft`, trees of one node) is the same loop. Rows join
+and leave one by one: a finished row makes room for the next request.
 
 End tokens, stop strings and length limits are handled here, once, for every drafter.
 """
@@ -10,7 +10,6 @@ End tokens, stop strings and length limits are handled here, once, for every dra
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -31,6 +30,10 @@ WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)
 """Trees are padded up to one of these, so that a step has few shapes."""
 
 
+def _padded_width(num_nodes: int) -> int:
+    return next((width for width in WIDTHS if width >= num_nodes), num_nodes)
+
+
 @dataclass(frozen=True)
 class StepRecord:
     """One target forward, as seen by one row of the batch; times are those of the whole batch, in seconds."""
@@ -40,6 +43,7 @@ class StepRecord:
     depth: int
     """Depth of the row's tree: the most drafts it could have accepted."""
     accepted: int
+    """Drafted tokens among those emitted."""
     emitted: int
     cut: bool
     """Cut short by an end token, a stop or a length limit: left out of acceptance figures."""
@@ -101,7 +105,7 @@ class Engine:
 
     @torch.no_grad()
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation]:
-        """Answers the requests; yields each as it finishes. Raises HeadstartError for a prompt that cannot be decoded."""
+        """Answers the requests and yields each as it finishes; raises HeadstartError for a prompt it cannot decode."""
         for finished, _ in self._run(requests):
             yield from finished
 
@@ -156,7 +160,7 @@ class Engine:
         self._done += [Generation(request) for request in requests]
         self._limits += [self._limit(request) for request in requests]
         self._uniforms += [request.settings.uniforms(request.max_new_tokens) for request in requests]
-        room = max(self._limits) + max(self.budget, WIDTHS[0]) + 1
+        room = max(self._limits) + _padded_width(self.budget)
         self.cache.grow(min(self.batch_size, max(len(self.rows), self.cache.slots)), room)
         self.cache.join(len(requests))
         self.drafter.start(self.rows, first)
@@ -196,23 +200,21 @@ class Engine:
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
-    def _forward(self, tokens: Int[Tensor, "batch nodes"], allowed: Tensor, distance: Tensor, positions: Tensor) -> Features:
+    def _forward(
+        self, tokens: Int[Tensor, "batch nodes"], allowed: Tensor, distance: Tensor, positions: Tensor
+    ) -> Features:
         mask = self.target.masks(allowed, distance)
         for one in mask.values() if isinstance(mask, dict) else [mask]:
             self.mask_bytes = max(self.mask_bytes, one.numel() * one.element_size())
-        # Padding may stand past the last position that the model knows; it is never read.
+        # Padding and nodes past the limit may stand past the last position that the model knows; they are never read.
         positions = positions.clamp(max=self.target.max_positions - 1)
-        return self.target.forward(
-            tokens, positions, mask, cache=self.cache.as_transformers, layers=self.drafter.wants
-        )
+        return self.target.forward(tokens, positions, mask, cache=self.cache.as_transformers, layers=self.drafter.wants)
 
     def _step(self) -> list[Generation]:
         """Drafts, verifies and commits for every row; returns the generations that are finished by it."""
         rows, cache = self.rows, self.cache
         started = self._now()
-        remaining = [limit - len(ids) for limit, ids in zip(self._limits, rows.ids, strict=True)]
-        proposed = self.drafter.propose(rows, self.budget)
-        tree, shortened = self._fit(proposed, remaining)
+        tree = self._fit(self.drafter.propose(rows, self.budget))
         drafted = self._now()
 
         lengths = torch.tensor(cache.lengths, device=rows.device)
@@ -241,14 +243,21 @@ class Engine:
         draft_seconds = drafted - started + drafted_again - committed_at
         verify_seconds, host_seconds = verified - drafted, committed_at - verified
         for row, (verdict, (emitted, reason)) in enumerate(zip(verdicts, outcomes, strict=True)):
-            full = len(verdict.tokens)
-            cut = len(emitted) < full or (shortened[row] and verdict.accepted == remaining[row] - 1)
+            accepted, cut = min(verdict.accepted, len(emitted)), len(emitted) < len(verdict.tokens)
             generation = self._done[row]
             generation.steps.append(
                 StepRecord(
-                    nodes[row], depths[row], verdict.accepted, len(emitted), cut,
-                    draft_seconds, verify_seconds, host_seconds, context[row], len(verdicts),
-                )  # fmt: skip
+                    nodes[row],
+                    depths[row],
+                    accepted,
+                    len(emitted),
+                    cut,
+                    draft_seconds,
+                    verify_seconds,
+                    host_seconds,
+                    context[row],
+                    len(verdicts),
+                )
             )
             if reason is None:
                 staying.append(row)
@@ -259,19 +268,15 @@ class Engine:
             self._select(staying)
         return finished
 
-    def _fit(self, tree: TokenTree, remaining: list[int]) -> tuple[TokenTree, list[bool]]:
-        """The tree with its root in place, no deeper than a row may still grow, padded to one of the widths."""
-        topology = tree.topology
-        most = torch.tensor(remaining, device=self.rows.device) - 1
-        shortened = [False] * len(remaining)
-        if topology.max_depth >= min(remaining):
-            fitted = topology.within(most)
-            shortened = (fitted.valid != topology.valid).any(1).tolist()
-            topology = fitted
+    def _fit(self, tree: TokenTree) -> TokenTree:
+        """The tree with its root in place, padded to one of the widths.
+
+        Near a limit it stays as deep as it is: `_end` cuts what it emits, and the step is known to have been cut.
+        """
+        assert tree.num_nodes <= self.budget, (self.drafter.name, tree.num_nodes, self.budget)
         tokens = tree.tokens.clone()
         tokens[:, 0] = self.rows.roots()
-        width = next((width for width in WIDTHS if width >= tree.num_nodes), tree.num_nodes)
-        return TokenTree(tokens, topology).padded(width), shortened
+        return TokenTree(tokens, tree.topology).padded(_padded_width(tree.num_nodes))
 
     def _next_uniforms(self, tree: TokenTree) -> Float[Tensor, "batch levels"]:
         """Each row's random numbers for the tokens it may emit in this step, indexed by depth."""
@@ -284,7 +289,9 @@ class Engine:
             numbers[row, : len(part)] = part
         return numbers.to(self.rows.device)
 
-    def _end(self, row: int, verdict: Verified) -> tuple[list[int], Literal["end", "stop", "length", "positions"] | None]:
+    def _end(
+        self, row: int, verdict: Verified
+    ) -> tuple[list[int], Literal["end", "stop", "length", "positions"] | None]:
         """The verdict's tokens up to where the row ends, and the reason if it does."""
         request, before = self.rows.requests[row], self._done[row].token_ids
         emitted = verdict.tokens[: self._limits[row] - len(self.rows.ids[row])]

@@ -2,8 +2,8 @@
 
 A tree of two branches is run behind a cached prefix, rolled back to its second branch (whose keys have to move), and
 decoded on. Every logit is compared with plain, uncached forwards of the untouched model. That finds, among others: MPT
-(takes the mask and is silently wrong), Bloom and Falcon with ALiBi (raise), Mamba and linear attention (keep a state that
-cannot be rolled back).
+(takes the mask and is silently wrong), Bloom and Falcon with ALiBi (raise), Mamba and linear attention (keep a state
+that cannot be rolled back).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from headstart.decode.tree import Topology
 from headstart.errors import TargetError
 from headstart.target import Target
 
-# The largest error that is taken for rounding, in standard deviations of the logits: at least FLOOR, or NOISE times what
-# one model's own forwards of different batch shapes differ by.
+# The largest error that is taken for rounding, in standard deviations of the logits: at least FLOOR, or NOISE times
+# what one model's own forwards of different batch shapes differ by.
 FLOOR = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.06, torch.float16: 0.02}
 NOISE = 5.0
 
@@ -30,7 +30,7 @@ _SECOND = [0, 2, 4, 6]
 
 @torch.no_grad()
 def check_target(target: Target) -> None:
-    """Raises TargetError in one sentence where tree decoding with this model would not be exact; leaves it unchanged."""
+    """Raises TargetError in one sentence where tree decoding with this model is not exact; leaves it unchanged."""
     if getattr(target, "checked", False):
         return
     before = target.model.config._attn_implementation
@@ -73,14 +73,15 @@ def check_target(target: Target) -> None:
 
 
 def _fixed_tokens(target: Target) -> tuple[list[int], list[int], int]:
-    """A prefix of 9 tokens, 7 tree tokens and one more, spread over the vocabulary and all different from each other."""
+    """A prefix of 9 tokens, 7 tree tokens and one more, spread over the vocabulary; all different if it has 17 ids."""
     vocab = min(target.vocab_size, target.embedding.vocab_size)
-    ids = [(7 + 31 * i + i * i) % (vocab - 4) + 2 for i in range(17)]
+    order = [5 * i % 17 for i in range(17)]
+    ids = [int((step + 0.5) * vocab / 17) for step in order]
     return ids[:9], ids[9:16], ids[16]
 
 
 def _plain_logits(target: Target, texts: list[list[int]]) -> Float[Tensor, "rows seq vocab"]:
-    return target.model(torch.tensor(texts, device=target.device), use_cache=False).logits.float()
+    return target.model(torch.tensor(texts, device=target.device), use_cache=False).logits.double()
 
 
 def _tree_logits(
@@ -97,7 +98,7 @@ def _tree_logits(
             target.masks(allowed, distance),
             cache=cache.as_transformers,
         )
-        return target.output.logits(states.final)[0].float()
+        return target.output.logits(states.final)[0].double()
 
     device = torch.device(target.device)
     forward(prefix, *prefill_mask(0, len(prefix), 1, device))
