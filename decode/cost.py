@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from jaxtyping import Int
 from torch import Tensor
 
@@ -26,8 +25,16 @@ from headstart.target import Target
 SIZES = tuple(width for width in WIDTHS if width <= 64)
 """Numbers of nodes, root included, that trees are tuned for."""
 
-Ranks = Int[Tensor, "positions depth"]
-"""At base position j, depth d: the rank of the text's token j+1+d among the drafts for depth d, -1 where it is none."""
+
+@dataclass(frozen=True)
+class RankedAnswer:
+    """One answer of the target's with the ranks that a head gave to its tokens."""
+
+    ranks: Int[Tensor, "bases depth"]
+    """Base b is the step whose first draft is answer token b (0-based), one base per token. [b, d]: the rank of token
+    b + d among the drafts for depth d + 1; -1 where it is none of them or lies behind the answer."""
+    ended: bool = True
+    """By an end token; else the answer stopped at a length limit, for which trees are shortened."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +77,7 @@ def measure_costs(
     rows: int = 1,
     repeats: int = 8,
 ) -> CostCurve:
-    """Times `repeats` steps of every width, interleaved, after one round of warm-up; the context grows by one a step."""
+    """Times `repeats` steps of every width, interleaved, after a round of warm-up; the context grows by one a step."""
     sweep = _WidthSweep(widths)
     engine = Engine(target, sweep, batch_size=rows, budget=max(widths))
     steps = len(widths) * (repeats + 1)
@@ -91,26 +98,30 @@ def measure_costs(
     )
 
 
-def replay(ranks: Ranks, paths: Sequence[Path], first: int = 0) -> list[int]:
-    """Drafts accepted at each step along one answer, from base `first` on, with the static tree of `paths`.
+def replay(answer: RankedAnswer, paths: Sequence[Path]) -> list[tuple[int, int]]:
+    """(base, drafts accepted) of each step along one answer with the static tree of `paths`.
 
-    Steps whose outcome the answer's end could cut are left out, as in the acceptance length: the last row of `ranks` is
-    the last base at which the whole depth lies within the answer.
+    Steps that the answer's end cuts short are left out, as `StepRecord.cut` does while decoding: those that would emit
+    past an end token, and at a length limit those that the shortened tree kept from accepting more.
     """
     nodes = set(paths)
-    accepted = []
-    table = ranks.tolist()
-    base = first
+    max_depth = max(map(len, nodes), default=0)
+    steps = []
+    table = answer.ranks.tolist()
+    base = 0
     while base < len(table):
         depth = 0
         while depth < len(table[base]) and tuple(table[base][: depth + 1]) in nodes:
             depth += 1
-        accepted.append(depth)
+        left = len(table) - base
+        cut = depth >= left if answer.ended else max_depth >= left and depth >= left - 1
+        if not cut:
+            steps.append((base, depth))
         base += depth + 1
-    return accepted
+    return steps
 
 
-def grow_tree(all_ranks: Sequence[Ranks], num_nodes: int, rounds: int = 4) -> list[Path]:
+def grow_tree(answers: Sequence[RankedAnswer], num_nodes: int, rounds: int = 4) -> list[Path]:
     """The static tree of `num_nodes` nodes (root included) that accepts most along these answers.
 
     A node is worth the number of visited bases at which its whole path is right; the best set of n paths is the n
@@ -119,39 +130,31 @@ def grow_tree(all_ranks: Sequence[Ranks], num_nodes: int, rounds: int = 4) -> li
     """
     if num_nodes <= 1:
         return []
-    weights = [torch.ones(len(ranks)) for ranks in all_ranks]
+    visited = [range(len(answer.ranks)) for answer in answers]
     best: tuple[float, list[Path]] | None = None
     for _ in range(rounds):
         counts: Counter[Path] = Counter()
-        for ranks, weight in zip(all_ranks, weights, strict=True):
-            for row, seen in zip(ranks.tolist(), weight.tolist(), strict=True):
-                if seen:
-                    for depth in range(1, len(row) + 1):
-                        if row[depth - 1] < 0:
-                            break
-                        counts[tuple(row[:depth])] += 1
+        for answer, bases in zip(answers, visited, strict=True):
+            for row in answer.ranks[list(bases)].tolist():
+                for depth in range(1, len(row) + 1):
+                    if row[depth - 1] < 0:
+                        break
+                    counts[tuple(row[:depth])] += 1
         ordered = sorted(counts, key=lambda path: (-counts[path], len(path), path))
         paths = sorted(ordered[: num_nodes - 1], key=lambda path: (len(path), path))
-        runs = [replay(ranks, paths) for ranks in all_ranks]
+        runs = [replay(answer, paths) for answer in answers]
         tau = mean_tokens(runs)
         if best is None or tau > best[0]:
             best = (tau, paths)
-        weights = []
-        for ranks, run in zip(all_ranks, runs, strict=True):
-            visited = torch.zeros(len(ranks))
-            base = 0
-            for accepted in run:
-                visited[base] = 1
-                base += accepted + 1
-            weights.append(visited)
+        visited = [[base for base, _ in run] for run in runs]
     assert best is not None
     return best[1]
 
 
-def mean_tokens(runs: Sequence[Sequence[int]]) -> float:
-    """τ of replays: tokens per step, the bonus token counted, pooled over answers."""
+def mean_tokens(runs: Sequence[Sequence[tuple[int, int]]]) -> float:
+    """τ of replays: tokens per step, the bonus token counted, pooled over answers; 1 where no step was seen."""
     steps = sum(len(run) for run in runs)
-    return (sum(sum(run) for run in runs) + steps) / steps if steps else 1.0
+    return 1.0 + sum(accepted for run in runs for _, accepted in run) / steps if steps else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,26 +169,26 @@ class Forecast:
 
 
 def tune(
-    all_ranks: Sequence[Ranks], costs: CostCurve, draft_seconds: float, sizes: Sequence[int] = SIZES
+    answers: Sequence[RankedAnswer], costs: CostCurve, draft_seconds: float, sizes: Sequence[int] = SIZES
 ) -> dict[int, Forecast]:
     """The best tree of every size with its forecast, by number of nodes; size 1 is plain decoding.
 
     τ is forecast crosswise: trees chosen on the even answers are scored on the odd ones and the other way round.
     """
-    halves = (all_ranks[::2], all_ranks[1::2])
+    halves = (answers[::2], answers[1::2])
     forecasts = {1: Forecast(paths=[], acceptance_length=1.0, speedup=1.0)}
     for size in sizes:
         if size == 1:
             continue
         runs = [
-            replay(ranks, paths)
+            replay(answer, paths)
             for chosen_on, scored_on in (halves, halves[::-1])
             for paths in [grow_tree(chosen_on or scored_on, size)]
-            for ranks in scored_on
+            for answer in scored_on
         ]
         tau = mean_tokens(runs)
         speedup = tau * costs.at(1) / (costs.at(size) + draft_seconds)
-        forecasts[size] = Forecast(paths=grow_tree(all_ranks, size), acceptance_length=tau, speedup=speedup)
+        forecasts[size] = Forecast(paths=grow_tree(answers, size), acceptance_length=tau, speedup=speedup)
     return forecasts
 
 

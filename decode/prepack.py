@@ -43,13 +43,17 @@ def prepack(target: Target) -> bool:
     if getattr(target, "prepacked", False):
         return True
     linears = {
-        name: module for name, module in target.model.named_modules() if type(module) is nn.Linear and not module.training
+        name: module
+        for name, module in target.model.named_modules()
+        if type(module) is nn.Linear and not module.training
     }
     examples = {(linear.in_features, linear.out_features): linear for linear in linears.values()}
     try:
         gain = [_gain(linear) for linear in examples.values()]
     except (AttributeError, RuntimeError, NotImplementedError) as error:
-        warnings.warn(f"prepacked linear layers are not available ({error}); decoding uses the plain ones", stacklevel=2)
+        warnings.warn(
+            f"prepacked linear layers are not available ({error}); decoding uses the plain ones", stacklevel=2
+        )
         return False
     if not gain or sum(gain) / len(gain) < 1.0:
         return False
@@ -62,7 +66,7 @@ def prepack(target: Target) -> bool:
 
 @torch.no_grad()
 def _gain(linear: nn.Linear, repeats: int = 20) -> float:
-    """Plain seconds / packed seconds at 1 and 8 rows; raises RuntimeError where the two disagree beyond bf16 rounding."""
+    """Plain seconds / packed seconds at 1 and 8 rows; RuntimeError where the two differ by more than rounding."""
     packed = PackedLinear(linear)
     plain_seconds = packed_seconds = 0.0
     for rows in (1, 8):

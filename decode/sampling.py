@@ -41,7 +41,9 @@ class SamplingSettings:
             ("min_p", self.min_p, 0 <= self.min_p <= 1),
         ]:
             if not good:
-                raise HeadstartError(f"sampling setting {name}={value} is out of range; see SamplingSettings for its range")
+                raise HeadstartError(
+                    f"sampling setting {name}={value} is out of range; see SamplingSettings for its range"
+                )
 
     @property
     def greedy(self) -> bool:

@@ -102,7 +102,7 @@ class Topology:
 
     @classmethod
     def from_paths(cls, paths: Sequence[Path], device: torch.device | str = "cpu") -> Topology:
-        """A static tree from its nodes' paths (Medusa's notation, root left out), in the order given by `sort_paths`."""
+        """A static tree from its nodes' paths (Medusa's notation, root left out), in the order of `sort_paths`."""
         index = {(): 0} | {path: i + 1 for i, path in enumerate(paths)}
         parents = torch.tensor([[-1] + [index[path[:-1]] for path in paths]], device=device)
         return cls(parents, torch.ones_like(parents, dtype=torch.bool))

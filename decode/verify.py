@@ -1,10 +1,10 @@
 """Which part of a tree the target would have written itself: pure functions of tree, logits, settings and randomness.
 
-Deterministic trees (all that do not draw their tokens: Medusa, n-grams, top-k trees) are verified by one rule for greedy
-decoding and sampling: at a node, take the token y that plain decoding would take there, greedy or drawn; if y is among
-the node's children, go there, else stop. y is emitted in either case. So every visited node emits exactly one token of
-the target's own, which is lossless whatever the tree (a draft as a point mass in the rejection rule of Leviathan et al.,
-arXiv 2211.17192, appendix A.1; Chen et al., arXiv 2302.01318).
+Deterministic trees (all that do not draw their tokens: Medusa, n-grams, top-k trees) are verified by one rule for
+greedy decoding and sampling: at a node, take the token y that plain decoding would take there, greedy or drawn; if y is
+among the node's children, go there, else stop. y is emitted in either case. So every visited node emits exactly one
+token of the target's own, which is lossless whatever the tree (a draft as a point mass in the rejection rule of
+Leviathan et al., arXiv 2211.17192, appendix A.1; Chen et al., arXiv 2302.01318).
 """
 
 from __future__ import annotations

@@ -7,28 +7,54 @@ import itertools
 import pytest
 import tiny
 import torch
-from headstart.decode.cost import CostCurve, best_size, grow_tree, mean_tokens, measure_costs, replay, tune
+
+from headstart.decode.cost import (
+    CostCurve,
+    RankedAnswer,
+    best_size,
+    grow_tree,
+    mean_tokens,
+    measure_costs,
+    replay,
+    tune,
+)
 
 
 def flat_costs(seconds: dict[int, float]) -> CostCurve:
     return CostCurve(seconds=seconds, context_length=64, rows=1, device="cpu", dtype="float32")
 
 
-def random_ranks(seed: int, answers: int = 6, positions: int = 40, depth: int = 3) -> list[torch.Tensor]:
+def random_ranks(seed: int, answers: int = 6, positions: int = 40, depth: int = 3) -> list[RankedAnswer]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(-1, 3, (positions, depth), generator=generator) for _ in range(answers)]
+    return [RankedAnswer(torch.randint(-1, 3, (positions, depth), generator=generator)) for _ in range(answers)]
 
 
 def test_replay_moves_on_by_what_was_accepted_plus_one():
-    ranks = torch.tensor([[0, 0], [5, 5], [5, 5], [1, 0], [-1, 0], [0, -1], [0, 0]])
-    # base 0 accepts both levels, base 3 accepts (1,) but not (1, 0), base 5 accepts (0,); base 7 is past the end
-    assert replay(ranks, [(0,), (1,), (0, 0)]) == [2, 1, 1]
-    assert replay(ranks, []) == [0] * 7
-    assert replay(ranks, [(0,), (0, 0)], first=3) == [0, 0, 1]
+    answer = RankedAnswer(torch.tensor([[0, 0], [5, 5], [5, 5], [1, 0], [-1, 0], [0, 9], [9, -1]]))
+    # base 0 accepts both levels, base 3 accepts (1,) but not (1, 0), base 5 accepts (0,)
+    assert replay(answer, [(0,), (1,), (0, 0)]) == [(0, 2), (3, 1), (5, 1)]
+    assert replay(answer, []) == [(base, 0) for base in range(7)]
+
+
+def test_a_step_that_would_emit_past_the_end_token_is_left_out():
+    answer = RankedAnswer(torch.tensor([[9, 9], [0, 0], [0, -1]]))
+    # at base 1 both drafts, the second of them the end token, are right: nothing can follow it
+    assert replay(answer, [(0,), (0, 0)]) == [(0, 0)]
+    # with one level the end token is the bonus token of the step
+    assert replay(answer, [(0,)]) == [(0, 0), (1, 1)]
+
+
+def test_a_step_that_a_length_limit_held_back_is_left_out():
+    ranks = torch.tensor([[9, 9], [0, 0], [0, -1]])
+    assert replay(RankedAnswer(ranks, ended=False), [(0,), (0, 0)]) == [(0, 0)]
+    assert replay(RankedAnswer(ranks, ended=False), [(0,)]) == [(0, 0), (1, 1)]
+    wrong = torch.tensor([[9, 9], [9, 9], [9, -1]])
+    assert replay(RankedAnswer(wrong, ended=False), [(0,)]) == [(0, 0), (1, 0)]
+    assert replay(RankedAnswer(wrong), [(0,)]) == [(0, 0), (1, 0), (2, 0)]
 
 
 def test_mean_tokens_pools_steps_over_answers():
-    assert mean_tokens([[3, 0], [2]]) == pytest.approx(8 / 3)
+    assert mean_tokens([[(0, 3), (4, 0)], [(0, 2)]]) == pytest.approx(8 / 3)
     assert mean_tokens([[], []]) == 1.0
 
 

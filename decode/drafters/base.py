@@ -13,8 +13,8 @@ How the known drafters fit, in three lines each (state kept; propose; commit):
 - n-grams: an index over `rows.ids`; looks up the last n-gram and proposes what followed; commit indexes the new tokens.
 - Lookahead: its windows, as extra queries (tokens, positions, mask rows) that ride in the target's forward behind the
   tree; their logits come back in `commit` and fill the pool that `propose` reads.
-- Layer skip: runs the target's first layers over its chain with `rows.cache`, keeping the states at the exit; the engine
-  then verifies from that layer on, because the tree carries those states; commit forgets them.
+- Layer skip: runs the target's first layers over its chain with `rows.cache`, keeping the states at the exit; the
+  engine then verifies from that layer on, because the tree carries those states; commit forgets them.
 - Union: proposes with both, merges the trees over shared prefixes within the budget; commits to both; `wants` is the
   union of theirs.
 - Adaptive length: wraps one drafter and lowers the budget per step from what was accepted at tested depths; with a
@@ -33,7 +33,7 @@ from torch import Tensor
 
 from headstart.decode.cache import KVCache
 from headstart.decode.sampling import SamplingSettings
-from headstart.decode.tree import Topology, TokenTree
+from headstart.decode.tree import TokenTree, Topology
 from headstart.target import Features
 
 
