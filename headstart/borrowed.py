@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from headstart.target import Target
 
 
-def num_weight_rows(weight: Tensor) -> int:
-    """Rows of a weight as the model defines it, also where ZeRO-3 left an empty tensor in its place."""
+def weight_shape(weight: Tensor) -> tuple[int, int]:
+    """Rows and columns of a weight as the model defines it, also where ZeRO-3 left an empty tensor in its place."""
     shape = getattr(weight, "ds_shape", weight.shape)
     if len(shape) != 2 or 0 in shape:
         raise TargetError(f"a vocabulary weight has shape {tuple(shape)}, expected [rows, dim]; load the target whole")
-    return int(shape[0])
+    return int(shape[0]), int(shape[1])
 
 
 def read_weight(weight: Tensor, rows: Int[Tensor, " rows"] | None = None) -> Tensor:
@@ -57,7 +57,7 @@ class Embedding:
     def __init__(self, model: PreTrainedModel):
         self._model = model
         self.multiplier = _embedding_multiplier(model)
-        self.vocab_size = num_weight_rows(model.get_input_embeddings().weight)
+        self.vocab_size = weight_shape(model.get_input_embeddings().weight)[0]
 
     def __call__(self, ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch dim"]:
         """Vectors of token ids, with the model's own scale; in the dtype of the embedding's weight."""
@@ -76,7 +76,7 @@ class OutputHead:
         self._final_norm = final_norm
         self.scale = _logit_scale(model.config.get_text_config())
         self.soft_cap: float | None = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-        self.vocab_size = num_weight_rows(model.get_output_embeddings().weight)
+        self.vocab_size = weight_shape(model.get_output_embeddings().weight)[0]
 
     def logits(
         self, hidden: Float[Tensor, "*batch dim"], rows: Int[Tensor, " rows"] | None = None, *, norm: bool = False

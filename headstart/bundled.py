@@ -76,6 +76,7 @@ def _convert(gguf: Path, destination: Path) -> None:
     """Writes into a folder of another name beside it and renames that, so that no half-written folder is ever found."""
     from headstart.loading import load_model, load_tokenizer
 
+    print(f"converting {NAME} once, into {destination} (about 20 seconds)", file=sys.stderr)
     destination.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{destination.name}-", dir=destination.parent))
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,7 +64,7 @@ def fingerprint(target: Target) -> dict[str, Any]:
     return json.loads(
         json.dumps(
             {
-                "name": target.name,
+                "name": _public_name(target.name),
                 "shape": shape,
                 "config": {key: config[key] for key in VALUE_KEYS if config.get(key) is not None},
                 "tokenizer": _tokenizer_facts(target),
@@ -96,6 +97,11 @@ def check_fingerprint(stored: dict[str, Any], target: Target, allow_other_target
     if not allow_other_target:
         raise TargetError(f"{message}; give the target it was trained on, or --allow-other-target")
     warnings.warn(f"{message}; used all the same, as asked", stacklevel=2)
+
+
+def _public_name(name: str) -> str:
+    """A folder's own name without the folders above it: a fingerprint is shipped, and those are nobody's business."""
+    return name if name.startswith("bundled:") or not Path(name).exists() else Path(name).resolve().name
 
 
 def _differences(stored: dict[str, Any], current: dict[str, Any], sections: tuple[str, ...]) -> str:

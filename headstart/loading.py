@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart import bundled
@@ -71,6 +72,8 @@ def load_model(
         config = AutoConfig.from_pretrained(source, **options)
         if config.is_encoder_decoder:
             raise TargetError(f"{name} is an encoder-decoder model; name a decoder-only causal language model")
+        if "gguf_file" in options and hasattr(transformers, "GgufConfig"):  # newer versions would keep weights packed
+            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
         model, report = AutoModelForCausalLM.from_pretrained(
             source, config=config, dtype=dtype, output_loading_info=True, **options
         )
@@ -80,8 +83,19 @@ def load_model(
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise TargetError(f"{name} lacks the weights {missing[0]}{more}; name a complete causal language model")
         if "gguf_file" in options:
-            del model.config.quantization_config  # the weights are whole again, and it could not be saved
+            model = _without_quantizer(model)
         return model.to(device)
+
+
+def _without_quantizer(model: PreTrainedModel) -> PreTrainedModel:
+    """A GGUF file's weights come dequantised, in a model that still calls itself quantised and refuses to be saved."""
+    config = model.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    plain = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+    plain.load_state_dict(model.state_dict())
+    plain.generation_config = model.generation_config
+    return plain
 
 
 def load_tokenizer(

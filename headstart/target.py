@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from headstart.architecture import compare_architecture
-from headstart.borrowed import Embedding, OutputHead, check_borrowed
+from headstart.borrowed import Embedding, OutputHead, check_borrowed, weight_shape
 from headstart.errors import TargetError
 from headstart.fingerprint import check_fingerprint, fingerprint
 from headstart.loading import load_model, load_tokenizer, parse_dtype
@@ -70,6 +70,12 @@ class Target:
         self.embedding = Embedding(model)
         self.output = OutputHead(model, final_norm)
         self.hidden_size = int(self.config.hidden_size)
+        output_width = weight_shape(model.get_output_embeddings().weight)[1]
+        if output_width != self.hidden_size:
+            raise TargetError(
+                f"{name} has an output head of width {output_width} on a hidden size of {self.hidden_size}, which "
+                "heads cannot borrow; use a target where they are equal"
+            )
         self.num_layers = len(self.layers)
         self.vocab_size = self.output.vocab_size
         self.max_positions = _max_positions(self.config)

@@ -156,10 +156,10 @@ def config(family: str, **changes: Any) -> transformers.PreTrainedConfig:
     """The configuration of one family; `changes` override its values. Special ids are those of the byte tokenizer."""
     class_name, values = _FAMILIES[family]
     values = {"bos_token_id": BEGIN, "eos_token_id": END, "pad_token_id": PAD, **values, **changes}
-    rows = values["vocab_size"]
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         # `tied` has 257 rows: its tokenizer's end has no row, so this model can't name one
-        values[name] = values[name] if values[name] is not None and values[name] < rows else None
+        if isinstance(values[name], int) and values[name] >= values["vocab_size"]:
+            values[name] = None
     return getattr(transformers, class_name + "Config")(**values)
 
 
