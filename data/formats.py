@@ -40,12 +40,16 @@ TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
 
 class SkipRow(Exception):
-    """This row can't be used. `reason` is the same for all rows of the kind, `detail` is this row's own."""
+    """This row can't be used. `reason` is the same for all rows of the kind, `detail` is this row's own.
 
-    def __init__(self, reason: str, detail: str = ""):
+    `tokens`: its length, where it was rendered before it was found to be of no use.
+    """
+
+    def __init__(self, reason: str, detail: str = "", *, tokens: int = 0):
         super().__init__(f"{reason} ({detail})" if detail else reason)
         self.reason = reason
         self.detail = detail
+        self.tokens = tokens
 
 
 class UnknownRole(SkipRow):

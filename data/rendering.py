@@ -65,10 +65,11 @@ class ChatRenderer:
         else:
             input_ids, supervised = list(conversation.input_ids or ()), list(conversation.supervised or ())
         if not any(supervised):
-            raise SkipRow("no supervised token")
+            raise SkipRow("no supervised token", tokens=len(input_ids))
         truncated = len(input_ids) > max_length
         if not any(supervised[:max_length]):
-            raise SkipRow(NOTHING_LEFT, f"{supervised.index(True)} tokens before the first, {max_length} kept")
+            before = supervised.index(True)
+            raise SkipRow(NOTHING_LEFT, f"{before} tokens before the first, {max_length} kept", tokens=len(input_ids))
         return Row(
             row_id=conversation.row_id,
             input_ids=input_ids[:max_length],

@@ -14,7 +14,7 @@ import gzip
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from headstart.recipe import Source
 
 SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".json", ".parquet")
 PLACES_SHOWN = 5
+LOW_SHARE = 0.01
 
 
 @dataclass
@@ -43,6 +44,8 @@ class SkipReport:
     """Kept rows that lost their end to the length limit."""
     tokens: int = 0
     supervised: int = 0
+    mismatches: list[str] = field(default_factory=list)
+    """Kept rows whose context isn't the prompt that is met at run time, with the first difference."""
 
     @property
     def num_skipped(self) -> int:
@@ -60,8 +63,22 @@ class SkipReport:
     def skip(self, origin: str, why: SkipRow) -> None:
         place = f"line {origin.rpartition(':')[2]}" + (f", {why.detail}" if why.detail else "")
         self.skipped.setdefault(why.reason, []).append(place)
+        self.tokens += why.tokens
         if isinstance(why, UnknownRole):
             self.unknown_roles[why.role] += 1
+
+    def count(self, supervised: list[bool], truncated: bool, mismatch: str | None, origin: str) -> None:
+        """Counts a row that was kept."""
+        self.tokens += len(supervised)
+        self.supervised += sum(supervised)
+        self.truncated += truncated
+        if mismatch:
+            self.mismatches.append(f"line {origin.rpartition(':')[2]}: {mismatch}")
+
+    def reasons(self) -> str:
+        """`no turns (2: line 1; line 4), not JSON (1: line 3)`, the most frequent first."""
+        ordered = sorted(self.skipped.items(), key=lambda item: -len(item[1]))
+        return ", ".join(f"{reason} ({len(places)}: {_first(places)})" for reason, places in ordered)
 
     def summary(self) -> str:
         """A few lines: rows kept and skipped, each reason with its first places, unknown roles once with counts."""
@@ -69,25 +86,46 @@ class SkipReport:
         if self.tokens:
             lines[0] += f"; {self.supervised} of {self.tokens} tokens supervised ({self.share:.1%})"
         for reason, places in sorted(self.skipped.items(), key=lambda item: -len(item[1])):
-            more = f"; and {len(places) - PLACES_SHOWN} more" if len(places) > PLACES_SHOWN else ""
-            lines.append(f"  skipped {len(places)}: {reason} ({'; '.join(places[:PLACES_SHOWN])}{more})")
+            lines.append(f"  skipped {len(places)}: {reason} ({_first(places)})")
         if self.unknown_roles:
             counts = ", ".join(f"{role!r} ({count})" for role, count in self.unknown_roles.most_common())
             lines.append(f"  roles not known: {counts}; known are system, user (human) and assistant (gpt, model)")
         if self.truncated:
             lines.append(f"  cut at the length limit: {self.truncated} of the kept rows")
+        if self.mismatches:
+            lines.append(
+                f"  warning: in {len(self.mismatches)} rows the answer doesn't follow the prompt that the target is "
+                f"given at run time ({self.mismatches[0]}); check data.chat.arguments"
+            )
+        if self.tokens and 0 < self.share < LOW_SHARE:
+            lines.append(f"  warning: under {LOW_SHARE:.0%} of the tokens are supervised; is this the right format?")
         return "\n".join(lines)
 
 
-def read(source: Source, reports: dict[str, SkipReport], *, answers: bool = True) -> Iterator[Conversation]:
+def _first(places: list[str]) -> str:
+    more = f"; and {len(places) - PLACES_SHOWN} more" if len(places) > PLACES_SHOWN else ""
+    return "; ".join(places[:PLACES_SHOWN]) + more
+
+
+def read(
+    source: Source,
+    reports: dict[str, SkipReport],
+    *,
+    answers: bool = True,
+    announce: Callable[[int], None] = lambda rows: None,
+) -> Iterator[Conversation]:
     """The conversations of one source, in order; rows that can't be used are counted in the report of their file.
 
     reports: file name (or data set) -> its report; files met for the first time are added.
     answers: False reads the prompts of `bundled:chats` without their answers, for distilling.
+    announce: is told how many rows there will be, where that is known beforehand.
     Raises DataError where the source can't be opened, and where it holds no rows at all.
     """
     place = ""
-    for place, record in itertools.islice(_records(source, answers), source.limit):
+    total, records = _records(source, answers)
+    if total is not None:
+        announce(min(total, source.limit or total))
+    for place, record in itertools.islice(records, source.limit):
         name, _, number = place.rpartition(":")
         report = reports.setdefault(name, SkipReport(name))
         report.rows += 1
@@ -114,14 +152,19 @@ def display_name(source: Source) -> str:
     return ":".join(part for part in (source.source, source.subset, source.split) if part)
 
 
-def _records(source: Source, answers: bool) -> Iterator[tuple[str, Any]]:
-    """(place, record) of every row; a line that is no JSON comes as the SkipRow saying so. Blank lines don't count."""
+def _records(source: Source, answers: bool) -> tuple[int | None, Iterator[tuple[str, Any]]]:
+    """How many rows, if known, and (place, record) of each. A line that is no JSON comes as the SkipRow saying so."""
+    name = display_name(source)
     if source.source.startswith("bundled:"):
-        return _number(display_name(source), _bundled_rows(source, answers))
+        rows = _bundled_rows(source, answers)
+        return len(rows), _number(name, rows)
     files = local_files(source)
-    if files:
-        return itertools.chain.from_iterable(_file_records(path, source) for path in files)
-    return _number(display_name(source), _hub_rows(source))
+    if not files:
+        rows = _hub_rows(source)
+        return len(rows) if hasattr(rows, "__len__") else None, _number(name, rows)
+    totals = [_count_rows(path) for path in files]
+    records = itertools.chain.from_iterable(map(_file_records, files))
+    return None if None in totals else sum(filter(None, totals)), records
 
 
 def local_files(source: Source) -> list[Path]:
@@ -148,11 +191,19 @@ def local_files(source: Source) -> list[Path]:
     return []
 
 
-def _number(name: str, rows: Iterator[Any]) -> Iterator[tuple[str, Any]]:
+def _number(name: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
     return ((f"{name}:{number}", row) for number, row in enumerate(rows, start=1))
 
 
-def _file_records(path: Path, source: Source) -> Iterator[tuple[str, Any]]:
+def _count_rows(path: Path) -> int | None:
+    """Rows of a file where that is cheap to know; for progress only, so blank lines may be counted."""
+    if path.name.endswith((".jsonl", ".ndjson")):
+        with path.open("rb") as lines:
+            return sum(1 for _ in lines)
+    return None
+
+
+def _file_records(path: Path) -> Iterator[tuple[str, Any]]:
     if path.name.endswith(".parquet"):
         return _number(str(path), _parquet_rows(path))
     if path.name.endswith(".json"):
@@ -205,15 +256,15 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
         raise DataError(f"{path} can't be read as Parquet ({error}); write it anew, or give JSON Lines.") from None
 
 
-def _bundled_rows(source: Source, answers: bool) -> Iterator[Any]:
+def _bundled_rows(source: Source, answers: bool) -> list[Any]:
     from headstart.data import bundled
 
     if source.source != "bundled:chats":
         raise DataError(f"There is no bundled data set {source.source!r}; there is bundled:chats.")
-    return bundled.rows(source.split, answers=answers)
+    return list(bundled.rows(source.split, answers=answers))
 
 
-def _hub_rows(source: Source) -> Iterator[Any]:
+def _hub_rows(source: Source) -> Iterable[Any]:
     import datasets
 
     name = display_name(source)
@@ -226,7 +277,7 @@ def _hub_rows(source: Source) -> Iterator[Any]:
             f"The data set {name!r} can't be loaded ({_first_line(error)}); check its id, subset and split, or give a "
             "local file."
         ) from None
-    return iter(rows)
+    return rows
 
 
 def _first_line(error: Exception) -> str:

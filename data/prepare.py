@@ -1,0 +1,235 @@
+"""Recipe to token rows: read, render, check, hold out, and say what became of every row.
+
+    prepared = prepare(recipe, tokenizer, vocab_size=target.vocab_size)
+    prepared.train, prepared.held_out        # RowStore: sequences of Row
+    print(prepared.summary())
+
+Nothing is cached: rows are tokenised each time, so a changed template, length or vocabulary can't meet stale tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.text import Text
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from headstart.data.formats import Conversation, SkipRow
+from headstart.data.packing import RowStore
+from headstart.data.progress import Progress
+from headstart.data.rendering import ChatRenderer, Row, label_runs
+from headstart.data.sources import SkipReport, read
+from headstart.errors import DataError
+from headstart.recipe import Recipe, Source
+from headstart.target import load_tokenizer
+
+LOW_SHARE = 0.01
+
+
+@dataclass
+class Prepared:
+    """The rows of a recipe and the reports of the files that they came from."""
+
+    train: RowStore
+    held_out: RowStore
+    reports: dict[str, SkipReport]
+    """By file or data set, of the training sources."""
+    held_out_reports: dict[str, SkipReport] = field(default_factory=dict)
+    """The same for held-out sources of their own; empty where a fraction was held out."""
+
+    def summary(self) -> str:
+        """Rows kept and skipped by reason and the supervised share of every file, and the sizes of both parts."""
+        lines = [report.summary() for report in [*self.reports.values(), *self.held_out_reports.values()]]
+        tokens = sum(self.train.lengths())
+        held_out_tokens = sum(self.held_out.lengths())
+        lines.append(
+            f"training: {len(self.train)} rows, {tokens} tokens; "
+            f"held out: {len(self.held_out)} rows, {held_out_tokens} tokens"
+        )
+        return "\n".join(lines)
+
+
+def prepare(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    vocab_size: int | None = None,
+    max_positions: int | None = None,
+) -> Prepared:
+    """The training and held-out rows of a recipe; they share no prompt.
+
+    vocab_size and max_positions: the target's, read from its weights and configuration; a row that exceeds one is
+    refused by name. Raises DataError where a file gives no row that can be learnt from.
+    """
+    rendering = _Rendering(recipe, tokenizer, vocab_size, max_positions)
+    if recipe.data.held_out.sources:
+        held_out, reports = rendering.rows(recipe.data.held_out.sources, "held-out rows")
+        kept_away = {key for key, _ in held_out}
+        train, train_reports = rendering.rows(recipe.data.train, "training rows", kept_away)
+        return Prepared(_store(train), _store(held_out), train_reports, reports)
+    rows, reports = rendering.rows(recipe.data.train, "training rows")
+    chosen = choose_held_out([key for key, _ in rows], recipe.data.held_out.fraction or 0.0)
+    train = [entry for number, entry in enumerate(rows) if number not in chosen]
+    held_out = [entry for number, entry in enumerate(rows) if number in chosen]
+    return Prepared(_store(train), _store(held_out), reports)
+
+
+def choose_held_out(keys: list[str], fraction: float) -> set[int]:
+    """Which rows to hold out: whole groups of rows with one key, in order of the key, until the fraction is reached.
+
+    At least one group, never all; none where there is one group only. The choice depends on nothing but the keys.
+    """
+    counts = Counter(keys)
+    chosen: set[str] = set()
+    held = 0
+    for key in sorted(counts)[:-1]:
+        if held >= max(fraction * len(keys), 1):
+            break
+        chosen.add(key)
+        held += counts[key]
+    return {number for number, key in enumerate(keys) if key in chosen}
+
+
+def prompt_key(conversation: Conversation) -> str:
+    """A hash of what a row asks: its turns before the first answer. Plain text and token rows are hashed whole.
+
+    Two answers to one prompt have one key, so they can't end up on both sides of the split.
+    """
+    asked: list[object] = [conversation.text, conversation.input_ids]
+    for message in conversation.messages or ():
+        if message["role"] == "assistant":
+            break
+        asked.append([message["role"], message["content"]])
+    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
+
+
+class _Rendering:
+    """Reads sources and renders their rows, with unique row ids over all of them."""
+
+    def __init__(
+        self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, positions: int | None
+    ):
+        self.renderer = ChatRenderer(tokenizer, recipe.data.chat)
+        self.max_length = recipe.data.max_length
+        self.vocab_size, self.max_positions = vocab_size, positions
+        self.tokenizer = tokenizer
+        self.seen: Counter[str] = Counter()
+
+    def rows(
+        self, sources: Iterable[Source], label: str, kept_away: frozenset[str] | set[str] = frozenset()
+    ) -> tuple[list[tuple[str, Row]], dict[str, SkipReport]]:
+        """(prompt key, row) of every usable row, and the reports by file."""
+        reports: dict[str, SkipReport] = {}
+        kept: list[tuple[str, Row]] = []
+        with Progress(f"rendering {label}") as progress:
+            for source in sources:
+                for conversation in read(source, reports, announce=progress.expect):
+                    progress.add()
+                    report = reports[conversation.file]
+                    key = prompt_key(conversation)
+                    try:
+                        if key in kept_away:
+                            raise SkipRow("its prompt is held out")
+                        kept.append((key, self._row(conversation, report)))
+                    except SkipRow as why:
+                        report.skip(conversation.origin, why)
+        for report in reports.values():
+            _check(report)
+        return kept, reports
+
+    def _row(self, conversation: Conversation, report: SkipReport) -> Row:
+        row = self.renderer.row(conversation, self.max_length)
+        self._check_ids(row)
+        report.count(row.supervised, row.truncated, self.renderer.prompt_mismatch(conversation, row), row.origin)
+        self.seen[row.row_id] += 1
+        if self.seen[row.row_id] > 1:  # ids of the file's own may be given twice
+            row = dataclasses.replace(row, row_id=f"{row.row_id}#{self.seen[row.row_id]}")
+        return row
+
+    def _check_ids(self, row: Row) -> None:
+        largest = max(row.input_ids)
+        if self.vocab_size is not None and largest >= self.vocab_size:
+            raise DataError(
+                f"{row.origin} holds token id {largest} ({self.tokenizer.decode([largest])!r}), and the target has "
+                f"{self.vocab_size} rows of output weights, ids 0 to {self.vocab_size - 1}; take the tokenizer that "
+                "belongs to the target, or leave that row out."
+            )
+        if self.max_positions is not None and len(row.input_ids) > self.max_positions:
+            raise DataError(
+                f"{row.origin} has {len(row.input_ids)} tokens, and the target takes {self.max_positions}; "
+                f"set data.max_length to {self.max_positions} or less."
+            )
+
+
+def _check(report: SkipReport) -> None:
+    """Refuses a file that nothing can be learnt from; warns about one where there is hardly anything."""
+    if not report.kept:
+        supervised = f" 0 of {report.tokens} tokens supervised." if report.tokens else ""
+        raise DataError(
+            f"No row of {report.name} can be learnt from.{supervised} Its {report.rows} rows were skipped: "
+            f"{report.reasons()}. Mend the first of them, or see which formats `data.train` takes."
+        )
+
+
+def _store(entries: list[tuple[str, Row]]) -> RowStore:
+    return RowStore([row for _, row in entries])
+
+
+def show_row(row: Row, tokenizer: PreTrainedTokenizerBase) -> Text:
+    """The row's text with its labels in green between [[ and ]], which show without colours too."""
+    shown = Text(
+        f"{row.row_id} ({row.origin}), {len(row.input_ids)} tokens, {sum(row.supervised)} supervised\n", "bold"
+    )
+    position = 0
+    for start, end in label_runs(row):
+        shown.append(tokenizer.decode(row.input_ids[position:start]), "not bold dim")
+        shown.append(f"[[{tokenizer.decode(row.input_ids[start:end])}]]", "not bold green")
+        position = end
+    shown.append(tokenizer.decode(row.input_ids[position:]), "not bold dim")
+    return shown
+
+
+def run(recipe: Recipe, *, limit: int | None = None, show: int = 1) -> Prepared:
+    """`headstart data prepare`: prints what became of the rows, and the first `show` of them with their labels marked.
+
+    limit: read so many rows of each source at most. No model is loaded.
+    """
+    section = recipe.target
+    tokenizer = load_tokenizer(section.name, trust_remote_code=section.trust_remote_code, revision=section.revision)
+    prepared = prepare(
+        with_limit(recipe, limit), tokenizer, vocab_size=_vocab_size(tokenizer, section.trust_remote_code)
+    )
+    print(prepared.summary())
+    console = Console(file=sys.stdout, highlight=False)
+    for row in prepared.train[:show]:
+        console.print(show_row(row, tokenizer))
+    return prepared
+
+
+def with_limit(recipe: Recipe, limit: int | None) -> Recipe:
+    """The recipe with at most `limit` rows of each source."""
+    if limit is None:
+        return recipe
+
+    def limited(sources: list[Source]) -> list[Source]:
+        return [source.model_copy(update={"limit": min(limit, source.limit or limit)}) for source in sources]
+
+    held_out = recipe.data.held_out.model_copy(update={"sources": limited(recipe.data.held_out.sources)})
+    data = recipe.data.model_copy(update={"train": limited(recipe.data.train), "held_out": held_out})
+    return recipe.model_copy(update={"data": data})
+
+
+def _vocab_size(tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool) -> int | None:
+    """Output rows as the model's configuration beside the tokenizer has them; training asks the weights themselves."""
+    try:
+        config = AutoConfig.from_pretrained(tokenizer.name_or_path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError):
+        return None
+    return getattr(config.get_text_config(), "vocab_size", None)
