@@ -109,8 +109,7 @@ def read_yaml(text: str, name: str) -> Document:
         node = yaml.compose(text, Loader=_Loader)
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
-        problem = getattr(error, "problem", None) or str(error)
-        document.fault((), f"not readable as YAML: {problem}", f"{name}:{mark.line + 1}" if mark else name)
+        document.fault((), _unreadable(error), f"{name}:{mark.line + 1}" if mark else name)
         return document
     if not isinstance(node, yaml.MappingNode):
         found = "nothing" if node is None else "a single value or a list"
@@ -131,7 +130,7 @@ def set_value(document: Document, override: str) -> None:
     try:
         node = yaml.compose(text, Loader=_Loader)
     except (yaml.YAMLError, RecursionError) as error:
-        document.fault(path, f"not readable as YAML: {getattr(error, 'problem', error)}", place)
+        document.fault(path, _unreadable(error), place)
         return
     parent: Any = document.values
     for depth, part in enumerate(path):
@@ -156,6 +155,11 @@ def set_value(document: Document, override: str) -> None:
 def write_yaml(values: dict[str, Any]) -> str:
     """`values` as YAML in their own order; `read_yaml` gives the same values back."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _unreadable(error: Exception) -> str:
+    problem = getattr(error, "problem", None) or str(error)
+    return f"not readable as YAML: {problem.splitlines()[0]}"
 
 
 def _plain(node: yaml.Node, path: Path, document: Document, name: str | None) -> Any:

