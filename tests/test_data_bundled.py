@@ -46,8 +46,12 @@ def test_topics_are_filled_evenly():
         assert len(topic["passages"]) >= 2, name
         for passage in topic["passages"]:
             assert 40 <= len(passage["text"].split()) <= 90, (name, len(passage["text"].split()))
-        phrases = [text for texts in topic.values() if isinstance(texts, list) for text in texts]
-        assert all(isinstance(text, str | list | dict) for text in phrases), name  # yaml reads yes, no and 12 as other things
+        entries = [entry for entries in topic.values() if isinstance(entries, list) for entry in entries]
+        # YAML reads yes, no and 12 as other things, and splits an unquoted entry at its comma.
+        assert all(isinstance(entry, str | list | dict) for entry in entries), name
+        assert all(len(pair) == 2 for pair in topic["pairs"]), name
+        assert len(topic["task"]) == len(topic["choice"]) == len(topic["hero"]) == len(topic["speakers"]) == 2, name
+        assert all(isinstance(thing, str) for groups in topic["sort"] for thing in groups["items"] + groups["into"])
 
 
 def test_messages_are_clean_user_turns():
@@ -123,4 +127,5 @@ def test_committed_answers_are_whole():
         found = list(rows(split))
         assert found
         for row in found:
-            assert [message["role"] for message in row["messages"]] == ["user", "assistant"] * (len(row["messages"]) // 2)
+            roles = [message["role"] for message in row["messages"]]
+            assert roles == ["user", "assistant"] * (len(roles) // 2)

@@ -1,7 +1,7 @@
 """The bundled conversations: own prompts (prompts.py) and the demo target's own answers to them (answers.jsonl).
 
-    from headstart.data.bundled import prompts, rows
-    next(rows("train"))["messages"]
+from headstart.data.bundled import prompts, rows
+next(rows("train"))["messages"]
 """
 
 import json
@@ -19,9 +19,9 @@ ANSWERS = files(__package__).joinpath("answers.jsonl")
 
 
 def prompts(split: str = "all") -> Iterator[dict[str, Any]]:
-    """The prompts of `split` ("train", "held_out_kinds", "held_out_topics" or "all"), user turns only, in a fixed mixed order.
+    """The prompts of `split`, user turns only, in a fixed mixed order.
 
-    Each is a dictionary of `row_id`, `kind`, `topic` and `messages`. Raises DataError where there is no such split.
+    The splits are "train", "held_out_kinds" and "held_out_topics"; "all" is the three together. Each prompt is a dictionary of `row_id`, `kind`, `topic` and `messages`. Raises DataError where there is no such split.
     """
     if split not in (*SPLITS, "all"):
         raise DataError(f"The bundled conversations have no split {split!r}; write one of {', '.join(SPLITS)}, or all.")
@@ -31,8 +31,8 @@ def prompts(split: str = "all") -> Iterator[dict[str, Any]]:
 def rows(split: str, answers: bool = True) -> Iterator[dict[str, Any]]:
     """The conversations of `split`: each prompt with its `messages` completed by the target's answers, and `cut`.
 
-    `cut` is True where the last answer was ended by the length limit and not by the model. Prompts without an answer are left
-    out. With `answers=False` this is `prompts(split)`. Raises DataError where there are no answers at all.
+    `cut` is True where the last answer was ended by the length limit and not by the model. Prompts without an answer
+    are left out. With `answers=False` this is `prompts(split)`. Raises DataError where there are no answers at all.
     """
     chosen = prompts(split)
     if not answers:
@@ -46,7 +46,8 @@ def _answered() -> dict[str, dict[str, Any]]:
     """Row id -> `messages` and `cut`, from the file that `headstart data distill` wrote."""
     if not ANSWERS.is_file():
         raise DataError(
-            f"The bundled answers are missing at {ANSWERS}; make them with `headstart data distill`, or name another data source."
+            f"The bundled answers are missing at {ANSWERS}; "
+            "make them with `headstart data distill`, or name another data source."
         )
     turns_asked = {row["row_id"]: _user_turns(row) for row in all_prompts()}
     answered = {}

@@ -2,8 +2,8 @@
 
     python -m headstart.data.bundled        # the counts of every split, and one prompt of each kind
 
-Nothing here is random: which phrasing meets which topic follows from a hash of their names, so the same files give the same
-prompts on every machine, and a new topic or kind leaves the prompts of the others as they are.
+Nothing here is random: which phrasing meets which topic follows from a hash of their names, so the same files give the
+same prompts on every machine, and a new topic or kind leaves the prompts of the others as they are.
 """
 
 import hashlib
@@ -46,8 +46,8 @@ def topics() -> dict[str, dict[str, Any]]:
 def all_prompts() -> tuple[dict[str, Any], ...]:
     """Every prompt: `row_id` ("explain/bees/1"), `kind`, `topic`, and `messages`, which are user turns only.
 
-    A row of two user turns is answered in sequence. The order is that of a hash of the row id, so that the first n prompts
-    are a fair sample of all kinds and topics, whatever n.
+    A row of two user turns is answered in sequence. The order is that of a hash of the row id, so that the first n
+    prompts are a fair sample of all kinds and topics, whatever n.
     """
     rows = [row for kind in kinds() for topic in topics() for row in _rows_of(kind, topic)]
     return tuple(sorted(rows, key=lambda row: _hash(row["row_id"])))
@@ -67,7 +67,7 @@ def _rows_of(kind: str, topic: str) -> Iterator[dict[str, Any]]:
 
 
 def _slots(topic: dict[str, Any], variant: int) -> dict[str, str]:
-    """What the phrasings of a topic's `variant` may name: each list gives its entry of that number, starting over at its end."""
+    """What the phrasings of a `variant` may name: a list gives its entry of that number, starting over at its end."""
 
     def pick(name: str, offset: int = 0) -> Any:
         return topic[name][(variant + offset) % len(topic[name])]
