@@ -22,6 +22,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from headstart.errors import DataError
+
 Message = dict[str, str]
 """`role`, `content`, and `reasoning_content` where the turn has one."""
 
@@ -39,7 +41,7 @@ TOOL_ROLES = frozenset({"tool", "function", "function_call", "observation", "ipy
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 
 
-class SkipRow(Exception):
+class SkipRow(DataError):
     """This row can't be used. `reason` is the same for all rows of the kind, `detail` is this row's own.
 
     `tokens`: its length, where it was rendered before it was found to be of no use.

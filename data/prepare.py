@@ -9,7 +9,6 @@ Nothing is cached: rows are tokenised each time, so a changed template, length o
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import sys
@@ -25,12 +24,10 @@ from headstart.data.formats import Conversation, SkipRow
 from headstart.data.packing import RowStore
 from headstart.data.progress import Progress
 from headstart.data.rendering import ChatRenderer, Row, label_runs
-from headstart.data.sources import SkipReport, read
+from headstart.data.sources import SkipReport, read_all, with_limit
 from headstart.errors import DataError
 from headstart.recipe import Recipe, Source
 from headstart.target import load_tokenizer
-
-LOW_SHARE = 0.01
 
 
 @dataclass
@@ -111,7 +108,7 @@ def prompt_key(conversation: Conversation) -> str:
 
 
 class _Rendering:
-    """Reads sources and renders their rows, with unique row ids over all of them."""
+    """Reads sources, renders their rows and checks that the target can take them."""
 
     def __init__(
         self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, positions: int | None
@@ -120,7 +117,6 @@ class _Rendering:
         self.max_length = recipe.data.max_length
         self.vocab_size, self.max_positions = vocab_size, positions
         self.tokenizer = tokenizer
-        self.seen: Counter[str] = Counter()
 
     def rows(
         self, sources: Iterable[Source], label: str, kept_away: frozenset[str] | set[str] = frozenset()
@@ -129,17 +125,16 @@ class _Rendering:
         reports: dict[str, SkipReport] = {}
         kept: list[tuple[str, Row]] = []
         with Progress(f"rendering {label}") as progress:
-            for source in sources:
-                for conversation in read(source, reports, announce=progress.expect):
-                    progress.add()
-                    report = reports[conversation.file]
-                    key = prompt_key(conversation)
-                    try:
-                        if key in kept_away:
-                            raise SkipRow("its prompt is held out")
-                        kept.append((key, self._row(conversation, report)))
-                    except SkipRow as why:
-                        report.skip(conversation.origin, why)
+            for conversation in read_all(sources, reports, announce=progress.expect):
+                progress.add()
+                report = reports[conversation.file]
+                key = prompt_key(conversation)
+                try:
+                    if key in kept_away:
+                        raise SkipRow("its prompt is held out")
+                    kept.append((key, self._row(conversation, report)))
+                except SkipRow as why:
+                    report.skip(conversation.origin, why)
         for report in reports.values():
             _check(report)
         return kept, reports
@@ -148,9 +143,6 @@ class _Rendering:
         row = self.renderer.row(conversation, self.max_length)
         self._check_ids(row)
         report.count(row.supervised, row.truncated, self.renderer.prompt_mismatch(conversation, row), row.origin)
-        self.seen[row.row_id] += 1
-        if self.seen[row.row_id] > 1:  # ids of the file's own may be given twice
-            row = dataclasses.replace(row, row_id=f"{row.row_id}#{self.seen[row.row_id]}")
         return row
 
     def _check_ids(self, row: Row) -> None:
@@ -211,19 +203,6 @@ def run(recipe: Recipe, *, limit: int | None = None, show: int = 1) -> Prepared:
     for row in prepared.train[:show]:
         console.print(show_row(row, tokenizer))
     return prepared
-
-
-def with_limit(recipe: Recipe, limit: int | None) -> Recipe:
-    """The recipe with at most `limit` rows of each source."""
-    if limit is None:
-        return recipe
-
-    def limited(sources: list[Source]) -> list[Source]:
-        return [source.model_copy(update={"limit": min(limit, source.limit or limit)}) for source in sources]
-
-    held_out = recipe.data.held_out.model_copy(update={"sources": limited(recipe.data.held_out.sources)})
-    data = recipe.data.model_copy(update={"train": limited(recipe.data.train), "held_out": held_out})
-    return recipe.model_copy(update={"data": data})
 
 
 def _vocab_size(tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool) -> int | None:

@@ -81,11 +81,11 @@ class ChatRenderer:
         )
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of the messages with the generation prompt: what the target reads before it answers."""
-        try:
-            return self._encode(self._render(self._with_system(messages), True))["input_ids"]
-        except SkipRow as why:
-            raise DataError(f"The prompt can't be rendered: {why}.") from None
+        """Token ids of the messages with the generation prompt: what the target reads before it answers.
+
+        Raises SkipRow, a DataError, where the template refuses them.
+        """
+        return self._encode(self._render(self._with_system(messages), True))["input_ids"]
 
     def text_prompt(self, text: str) -> list[int]:
         """Token ids of plain text, with the special tokens that the tokenizer adds by itself."""

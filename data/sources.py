@@ -15,13 +15,13 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from headstart.data.formats import Conversation, SkipRow, UnknownRole, parse
 from headstart.errors import DataError
-from headstart.recipe import Source
+from headstart.recipe import Recipe, Source
 
 SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".json", ".parquet")
 PLACES_SHOWN = 5
@@ -143,6 +143,29 @@ def read(
             report.skip(place, why)
     if not place:
         raise DataError(f"{display_name(source)} holds no rows; expected at least one, for example as JSON Lines.")
+
+
+def read_all(sources: Iterable[Source], reports: dict[str, SkipReport], **options: Any) -> Iterator[Conversation]:
+    """`read` of each source in turn; a row id that was met before is made unique: `17`, `17#2`."""
+    seen: Counter[str] = Counter()
+    for source in sources:
+        for conversation in read(source, reports, **options):
+            seen[conversation.row_id] += 1
+            count = seen[conversation.row_id]
+            yield replace(conversation, row_id=f"{conversation.row_id}#{count}") if count > 1 else conversation
+
+
+def with_limit(recipe: Recipe, limit: int | None) -> Recipe:
+    """The recipe with at most `limit` rows of each source."""
+    if limit is None:
+        return recipe
+
+    def limited(sources: list[Source]) -> list[Source]:
+        return [source.model_copy(update={"limit": min(limit, source.limit or limit)}) for source in sources]
+
+    held_out = recipe.data.held_out.model_copy(update={"sources": limited(recipe.data.held_out.sources)})
+    data = recipe.data.model_copy(update={"train": limited(recipe.data.train), "held_out": held_out})
+    return recipe.model_copy(update={"data": data})
 
 
 def display_name(source: Source) -> str:
