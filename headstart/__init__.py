@@ -9,9 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from headstart.decode.engine import Engine, Generation, Request, SamplingSettings
+    from headstart.decode.drafters.base import Request
+    from headstart.decode.engine import Engine, Generation
+    from headstart.decode.sampling import SamplingSettings
     from headstart.errors import HeadstartError
-    from headstart.heads import build_head, load_head, save_head
+    from headstart.heads.store import build_head, load_head, save_head
     from headstart.recipe import Recipe, find_recipe, load_recipe
     from headstart.target import Target, load_target
 
@@ -22,15 +24,15 @@ _HOMES = {
     "Generation": "headstart.decode.engine",
     "HeadstartError": "headstart.errors",
     "Recipe": "headstart.recipe",
-    "Request": "headstart.decode.engine",
-    "SamplingSettings": "headstart.decode.engine",
+    "Request": "headstart.decode.drafters.base",
+    "SamplingSettings": "headstart.decode.sampling",
     "Target": "headstart.target",
-    "build_head": "headstart.heads",
+    "build_head": "headstart.heads.store",
     "find_recipe": "headstart.recipe",
-    "load_head": "headstart.heads",
+    "load_head": "headstart.heads.store",
     "load_recipe": "headstart.recipe",
     "load_target": "headstart.target",
-    "save_head": "headstart.heads",
+    "save_head": "headstart.heads.store",
 }
 
 __all__ = [

@@ -134,18 +134,21 @@ def _fetch_demo(arguments: argparse.Namespace) -> None:
 
 
 def _data_prepare(arguments: argparse.Namespace) -> None:
-    from headstart.data import prepare
     from headstart.recipe import load_recipe
 
-    prepare.run(load_recipe(arguments.recipe, arguments.set), limit=arguments.limit)
+    recipe = load_recipe(arguments.recipe, arguments.set)
+    from headstart.data import prepare
+
+    prepare.run(recipe, limit=arguments.limit)
 
 
 def _data_distill(arguments: argparse.Namespace) -> None:
-    from headstart.data import distill
     from headstart.recipe import load_recipe, refuse_unbuilt
 
     recipe = load_recipe(arguments.recipe, arguments.set)
     refuse_unbuilt(recipe)
+    from headstart.data import distill
+
     distill.run(recipe, arguments.output, limit=arguments.limit, device=arguments.device, dtype=arguments.dtype)
 
 
