@@ -90,28 +90,53 @@ def test_prompt_lengths_in_tokens():
         assert 5 <= tokens <= 150, (row["row_id"], tokens)
 
 
-def test_rows_join_the_answers(tmp_path, monkeypatch):
-    first, second = list(prompts("train"))[:2]
-    answered = [*first["messages"], {"role": "assistant", "content": "An answer."}]
+@pytest.fixture
+def answers(tmp_path, monkeypatch):
+    """Puts answer lines of its own in the place of the committed ones: answers([line, ...]); None takes the file away."""
     path = tmp_path / "answers.jsonl"
-    path.write_text(json.dumps({"row_id": first["row_id"], "messages": answered, "cut": True}) + "\n")
     monkeypatch.setattr(bundled, "ANSWERS", path)
+
+    def write(lines):
+        bundled._answered.cache_clear()
+        path.unlink(missing_ok=True)
+        if lines is not None:
+            path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+    yield write
     bundled._answered.cache_clear()
-    assert list(rows("train")) == [first | {"messages": answered, "cut": True}]
+
+
+def _answer(row, turns=None, cut=False):
+    asked = row["messages"][:turns]
+    messages = [turn for message in asked for turn in (message, {"role": "assistant", "content": "An answer."})]
+    return row | {"messages": messages, "cut": cut, "temperature": 0.0}
+
+
+def test_rows_join_the_answers(answers):
+    first, second = list(prompts("train"))[:2]
+    answers([_answer(first, cut=True)])
+    assert list(rows("train")) == [first | {"messages": _answer(first)["messages"], "cut": True}]
     assert list(rows("held_out_kinds")) == []
     assert second in list(rows("train", answers=False))
 
-    answered[0] = {"role": "user", "content": "Something else?"}
-    path.write_text(json.dumps({"row_id": first["row_id"], "messages": answered, "cut": True}) + "\n")
-    bundled._answered.cache_clear()
-    with pytest.raises(DataError, match="answers another prompt"):
-        rows("train")
 
-    path.unlink()
-    bundled._answered.cache_clear()
+def test_a_chat_may_end_with_a_cut_first_answer(answers):
+    chat = next(row for row in prompts("train") if row["kind"] == "follow-up")
+    answers([_answer(chat, turns=1, cut=True)])
+    assert [len(row["messages"]) for row in rows("train")] == [2]
+
+
+def test_answers_to_other_prompts_and_missing_answers_are_refused(answers):
+    first = next(prompts("train"))
+    answers([_answer(first | {"messages": [{"role": "user", "content": "Something else?"}]})])
+    with pytest.raises(DataError, match="answers.jsonl:1: .* another prompt"):
+        rows("train")
+    answers([_answer(first | {"row_id": "explain/unicorns/1"})])
+    with pytest.raises(DataError, match="another prompt"):
+        rows("train")
+    answers(None)
     with pytest.raises(DataError, match="headstart data distill"):
         rows("train")
-    bundled._answered.cache_clear()
 
 
 def test_an_unknown_split_is_refused():

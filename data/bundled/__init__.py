@@ -1,7 +1,9 @@
 """The bundled conversations: own prompts (prompts.py) and the demo target's own answers to them (answers.jsonl).
 
-from headstart.data.bundled import prompts, rows
-next(rows("train"))["messages"]
+    from headstart.data.bundled import rows
+    next(rows("train"))["messages"]
+
+Everything about them, from the fields of a topic to the licence, is in README.md beside this file.
 """
 
 import json
@@ -21,7 +23,8 @@ ANSWERS = files(__package__).joinpath("answers.jsonl")
 def prompts(split: str = "all") -> Iterator[dict[str, Any]]:
     """The prompts of `split`, user turns only, in a fixed mixed order.
 
-    The splits are "train", "held_out_kinds" and "held_out_topics"; "all" is the three together. Each prompt is a dictionary of `row_id`, `kind`, `topic` and `messages`. Raises DataError where there is no such split.
+    The splits are "train", "held_out_kinds" and "held_out_topics"; "all" is the three together. Each prompt is a
+    dictionary of `row_id`, `kind`, `topic` and `messages`. Raises DataError where there is no such split.
     """
     if split not in (*SPLITS, "all"):
         raise DataError(f"The bundled conversations have no split {split!r}; write one of {', '.join(SPLITS)}, or all.")
@@ -51,14 +54,17 @@ def _answered() -> dict[str, dict[str, Any]]:
         )
     turns_asked = {row["row_id"]: _user_turns(row) for row in all_prompts()}
     answered = {}
-    for number, line in enumerate(ANSWERS.read_text(encoding="utf-8").splitlines(), start=1):
-        record = json.loads(line)
-        if turns_asked.get(record["row_id"]) != _user_turns(record):
-            raise DataError(
-                f"{ANSWERS}:{number}: {record['row_id']} answers another prompt than prompts.py composes now; "
-                "distill the bundled answers again."
-            )
-        answered[record["row_id"]] = {"messages": record["messages"], "cut": record.get("cut", False)}
+    with ANSWERS.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            record = json.loads(line)
+            turns = _user_turns(record)
+            # A chat whose first answer was cut ends there, so a record may have fewer turns than its prompt.
+            if turns != turns_asked.get(record["row_id"], [])[: len(turns)]:
+                raise DataError(
+                    f"{ANSWERS}:{number}: {record['row_id']} answers another prompt than prompts.py composes now; "
+                    "distill the bundled answers again."
+                )
+            answered[record["row_id"]] = {"messages": record["messages"], "cut": record["cut"]}
     return answered
 
 
