@@ -1,0 +1,63 @@
+"""Folders that exist whole or not at all, whatever kills the process.
+
+partial = start_folder(folder)      # .NAME.partial, empty
+...                                 # write into it
+publish(partial, folder)            # flushed to the disk, then renamed
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+
+def partial_name(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.partial")
+
+
+def start_folder(folder: Path) -> Path:
+    """An empty folder under another name, beside `folder`."""
+    partial = partial_name(folder)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def publish(partial: Path, folder: Path) -> None:
+    """Flushes `partial` to the disk and gives it its name; what had this name before is replaced."""
+    for path in [*partial.rglob("*"), partial]:
+        _flush(path)
+    replaced = folder.with_name(f".{folder.name}.replaced")
+    if folder.exists():  # a folder can't be renamed onto one that isn't empty
+        shutil.rmtree(replaced, ignore_errors=True)
+        folder.rename(replaced)
+    partial.rename(folder)
+    _flush(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def clear_leftovers(parent: Path) -> None:
+    """Removes what a killed save left behind; a folder caught between the two renames is put back."""
+    for leftover in parent.glob(".*.replaced"):
+        original = leftover.with_name(leftover.name[1:].removesuffix(".replaced"))
+        if not original.exists():
+            leftover.rename(original)
+    for leftover in [*parent.glob(".*.partial*"), *parent.glob(".*.replaced")]:
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a small file whole."""
+    partial = partial_name(path)
+    partial.write_text(text, encoding="utf-8")
+    _flush(partial)
+    partial.replace(path)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,197 @@
+"""Checkpoints: everything a run needs to go on to the bit, in a folder that either exists whole or not at all.
+
+    checkpoints/step-00000200/
+        config.json, head.safetensors         the head as `load_head` reads it, with its target's fingerprint
+        optimizer.safetensors                 one tensor per state and parameter, `exp_avg/<parameter>`
+        random-00000.safetensors              the generators of each rank
+        state.json                            progress, schedule, recipe hash, and the size of every other file
+    checkpoints/best/                         the head of the best evaluation so far
+
+A folder is written as `.step-00000200.partial`, flushed to the disk, then renamed: a kill at any moment leaves the
+checkpoint before it untouched. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from headstart.errors import TrainingError
+from headstart.heads.store import load_head, save_head
+from headstart.target import Target
+from headstart.train.atomic_folder import partial_name, publish, start_folder
+from headstart.train.random_state import random_state, set_random_state
+
+FORMAT = 1
+STEP_FOLDER = re.compile(r"step-(\d{8})")
+
+
+@dataclass
+class Progress:
+    """Where a run stands.
+
+    step: optimiser steps done. epoch, position: the pass over the data, and how many of its micro-batches all ranks
+    together have read. tokens: tokens read, padding apart. empty_steps: steps in which no label was scored, and
+    nothing was changed. best_value: the lowest held-out loss (or what `best_metric` names), met at best_step.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    position: int = 0
+    tokens: int = 0
+    empty_steps: int = 0
+    best_step: int | None = None
+    best_metric: str | None = None
+    best_value: float | None = None
+
+
+def save_checkpoint(
+    checkpoints: Path,
+    progress: Progress,
+    *,
+    head: nn.Module,
+    target: Target,
+    optimizer: torch.optim.Optimizer,
+    accelerator: Accelerator,
+    about: dict[str, Any],
+    record: dict[str, Any],
+    keep: int,
+) -> Path:
+    """Writes `step-...` and removes all but the `keep` newest; called by every rank at the same step.
+
+    about: plain values that `load_checkpoint` compares (recipe hash, schedule). record: kept with the head.
+    Raises TrainingError, and writes nothing, if a weight is not finite.
+    """
+    refuse_broken_weights(head, progress.step)
+    folder = checkpoints / f"step-{progress.step:08d}"
+    partial = partial_name(folder)
+    if accelerator.is_main_process:
+        start_folder(folder)
+        save_head(head, partial, fingerprint=target.fingerprint(), training_record=record)
+        save_file(optimizer_tensors(optimizer, head), partial / "optimizer.safetensors")
+    accelerator.wait_for_everyone()
+    save_file(random_state(), partial / _random_name(accelerator.process_index))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        state = {"format": FORMAT, "world_size": accelerator.num_processes, "about": about, **asdict(progress)}
+        state["files"] = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
+        (partial / "state.json").write_text(json.dumps(state, indent=1))
+        publish(partial, folder)
+        for old in _step_folders(checkpoints)[:-keep]:
+            shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+    return folder
+
+
+def load_checkpoint(
+    folder: Path,
+    *,
+    head: nn.Module,
+    target: Target,
+    optimizer: torch.optim.Optimizer,
+    accelerator: Accelerator,
+    about: dict[str, Any],
+) -> Progress:
+    """Fills head, optimiser and this rank's generators from `folder` and returns the progress it was written at."""
+    state = json.loads((folder / "state.json").read_text())
+    if state["format"] != FORMAT:
+        raise TrainingError(f"{folder} has format {state['format']}, this version reads {FORMAT}; start another run")
+    if state["world_size"] != accelerator.num_processes:
+        raise TrainingError(
+            f"{folder} was written by {state['world_size']} processes, this launch has {accelerator.num_processes}; "
+            f"launch {state['world_size']} to go on, or choose another --name"
+        )
+    for key, value in about.items():
+        if state["about"].get(key) != value:
+            raise TrainingError(
+                f"{folder} has {key} {state['about'].get(key)}, this run {value}; "
+                "go on with the recipe that it was started with, or choose another --name"
+            )
+    head.load_state_dict(load_head(folder, target).state_dict())
+    load_optimizer_tensors(optimizer, head, load_file(folder / "optimizer.safetensors"))
+    set_random_state(load_file(folder / _random_name(accelerator.process_index)))
+    return Progress(**{name: state[name] for name in Progress.__dataclass_fields__})
+
+
+def latest_checkpoint(checkpoints: Path) -> Path | None:
+    """The newest checkpoint that is whole; one whose files are missing or short is passed over with a warning."""
+    for folder in reversed(_step_folders(checkpoints)):
+        fault = _fault(folder)
+        if fault is None:
+            return folder
+        print(f"warning: {folder} is not whole ({fault}): passed over", file=sys.stderr)
+    return None
+
+
+def save_best(checkpoints: Path, head: nn.Module, target: Target, record: dict[str, Any]) -> Path:
+    """Replaces `checkpoints/best` by this head; called by the main process, after the evaluation that chose it."""
+    refuse_broken_weights(head, record["step"])
+    folder = checkpoints / "best"
+    partial = start_folder(folder)
+    save_head(head, partial, fingerprint=target.fingerprint(), training_record=record)
+    publish(partial, folder)
+    return folder
+
+
+def refuse_broken_weights(head: nn.Module, step: int) -> None:
+    broken = [name for name, value in head.named_parameters() if not torch.isfinite(value).all()]
+    if broken:
+        raise TrainingError(
+            f"step {step}: {broken[0]} of the head is no longer finite, so nothing was saved over the last good "
+            "checkpoint; lower train.lr or train.clip and start again under another --name"
+        )
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, head: nn.Module) -> dict[str, Tensor]:
+    """The optimiser's state as `{state/parameter: tensor}`; every value of torch's optimisers is a tensor."""
+    names = {parameter: name for name, parameter in head.named_parameters()}
+    return {
+        f"{key}/{names[parameter]}": value.detach().contiguous()
+        for parameter, values in optimizer.state.items()
+        for key, value in values.items()
+    }
+
+
+def load_optimizer_tensors(optimizer: torch.optim.Optimizer, head: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """The inverse of `optimizer_tensors`; the optimiser holds the head's parameters in the order it was given them."""
+    names = {parameter: name for name, parameter in head.named_parameters()}
+    ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    state: dict[int, dict[str, Tensor]] = {}
+    for key_and_name, value in tensors.items():
+        key, name = key_and_name.split("/", 1)
+        if name not in ordered:
+            raise TrainingError(f"the checkpoint's optimiser knows a parameter {name} that this head has not")
+        state.setdefault(ordered.index(name), {})[key] = value
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _step_folders(checkpoints: Path) -> list[Path]:
+    if not checkpoints.is_dir():
+        return []
+    return sorted(folder for folder in checkpoints.iterdir() if STEP_FOLDER.fullmatch(folder.name))
+
+
+def _fault(folder: Path) -> str | None:
+    try:
+        files = json.loads((folder / "state.json").read_text())["files"]
+    except (OSError, ValueError, KeyError) as error:
+        return f"state.json: {error}"
+    for name, size in files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size:
+            return f"{name} is missing or short"
+    return None
+
+
+def _random_name(rank: int) -> str:
+    return f"random-{rank:05d}.safetensors"

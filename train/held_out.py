@@ -1,0 +1,72 @@
+"""The look at held-out conversations: losses and accuracies per head, without a trace in the training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from headstart.data.packing import batches, collate
+from headstart.data.rendering import Row
+from headstart.heads.base import NUM_RANKS
+from headstart.recipe import Recipe
+from headstart.train.random_state import unmoved_random_state
+from headstart.train.stepping import Totals, refuse_broken_loss
+
+
+@torch.no_grad()
+def evaluate(
+    module: nn.Module, rows: Sequence[Row], recipe: Recipe, accelerator: Accelerator, *, step: int
+) -> Totals | None:
+    """Totals over all held-out rows and ranks; None where there are none. Called by every rank.
+
+    The module is in evaluation mode meanwhile and in training mode afterwards; no random number is used up. Raises
+    TrainingError if a loss is not finite. step: for that message.
+    """
+    if not len(rows):
+        return None
+    plan = batches(
+        rows,
+        batch_size=recipe.train.batch_size,
+        max_length=recipe.data.max_length,
+        packing=recipe.data.packing,
+        seed=recipe.seed,
+        epoch=0,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+    )
+    totals = None
+    module.eval()
+    try:
+        with unmoved_random_state():
+            for group in plan:
+                batch = collate(rows, group).to(accelerator.device)
+                part = Totals.of(module(batch), batch)
+                totals = part if totals is None else totals + part
+    finally:
+        module.train()
+    assert totals is not None
+    totals = totals.over_ranks(accelerator)
+    refuse_broken_loss(totals, step)
+    return totals
+
+
+def report(totals: Totals) -> dict[str, Any]:
+    """The numbers of an evaluation, as `metrics.jsonl` has them: `loss` (what training minimises, per label), `labels`
+    scored by the first head, and per head the plain loss and the accuracies top_1 to top_10, null where nothing was
+    scored."""
+    accuracies = {f"top_{top}": totals.accuracies(top) for top in range(1, NUM_RANKS + 1)}
+    return {
+        "loss": totals.mean_loss(),
+        "labels": int(totals.token_count),
+        "head_loss": totals.losses(),
+        **accuracies,
+    }
+
+
+def shares(values: Sequence[float | None]) -> str:
+    """Accuracies as they are printed: `.355 .240 n/a`."""
+    return " ".join("n/a" if value is None else f"{value:.3f}".removeprefix("0") for value in values)

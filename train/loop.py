@@ -1,0 +1,217 @@
+"""The one training loop: what is common to all heads, on one process or many, straight through or resumed.
+
+A step that was taken is finished in this order: metrics, evaluation, checkpoint. So whatever a checkpoint holds was
+logged and evaluated, and a resumed run goes on as if nothing had happened, to the bit on a CPU.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from headstart.data.rendering import Row
+from headstart.heads.store import save_head
+from headstart.loading import parse_dtype
+from headstart.recipe import Recipe
+from headstart.target import Target
+from headstart.train.atomic_folder import publish, start_folder
+from headstart.train.calibrate import steps_within
+from headstart.train.checkpoint import Progress, latest_checkpoint, load_checkpoint, save_best, save_checkpoint
+from headstart.train.feed import Feed
+from headstart.train.held_out import evaluate, report, shares
+from headstart.train.lr_schedule import Schedule
+from headstart.train.metrics import Metrics
+from headstart.train.progress_line import Meter
+from headstart.train.random_state import seed_everything
+from headstart.train.run_folder import RunFolder, training_hash, with_steps
+from headstart.train.stepping import Totals, TrainModule, optimiser_step
+
+
+class Training:
+    """A run in memory: the wrapped module, its optimiser, the order of the data, and how far it has come."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: RunFolder,
+        accelerator: Accelerator,
+        target: Target,
+        head: nn.Module,
+        rows: Sequence[Row],
+        held_out: Sequence[Row],
+    ):
+        self.recipe, self.run, self.accelerator = recipe, run, accelerator
+        self.target, self.head, self.held_out = target, head, held_out
+        seed_everything(recipe.seed, accelerator.process_index)
+        module = TrainModule(target, head, parse_dtype(recipe.train.dtype)).train()
+        self.module, self.optimizer = accelerator.prepare(module, make_optimizer(recipe, head))
+        self.feed = Feed(rows, recipe, rank=accelerator.process_index, world_size=accelerator.num_processes)
+        self.progress = Progress()
+        self.meter = Meter()
+        self.schedule = self._work_out_length()
+        self._resume()
+        self.metrics = Metrics(run, self.recipe, accelerator, step=self.progress.step)
+
+    def finish(self) -> Progress:
+        """Trains to the last step, from wherever the run stands, and writes `head/`: the best head if any was held to
+        be best, else the last one."""
+        train, total = self.recipe.train, self.schedule.total_steps
+        logged = None
+        self.meter.start(self.progress.step, total)
+        while self.progress.step < total:
+            totals, norm, rate = self.step(self.progress, self.schedule)
+            logged = totals if logged is None else logged + totals
+            step, last = self.progress.step, self.progress.step == total
+            if step % self.recipe.logging.every == 0 or last:
+                self._log(logged, norm, rate)
+                logged = None
+            if last or due(step, train.eval_every):
+                self._evaluate()
+            if last or due(step, train.save_every):
+                self._save()
+        self.metrics.close()
+        self._ship()
+        return self.progress
+
+    def step(self, progress: Progress, schedule: Schedule) -> tuple[Totals, float, float]:
+        """One optimiser step, which moves `progress` on: its totals, the gradient's norm, the learning rate."""
+        rate = schedule.rate(progress.step)
+        with self.meter.waiting():
+            batches = self.feed.next_step(progress)
+        totals, norm = optimiser_step(
+            self.module,
+            self.optimizer,
+            batches,
+            accelerator=self.accelerator,
+            rate=rate,
+            clip=self.recipe.train.clip,
+            step=progress.step + 1,
+        )
+        progress.step += 1
+        progress.tokens += int(totals.tokens)
+        progress.empty_steps += int(totals.token_count == 0)
+        return totals, norm, rate
+
+    def record(self) -> dict[str, Any]:
+        """What is written beside a head about its making."""
+        return {"recipe": self.recipe.name, "world_size": self.accelerator.num_processes, **asdict(self.progress)}
+
+    def _work_out_length(self) -> Schedule:
+        """Steps from `max_steps`, else `cpu_seconds` (calibrated, and kept in the recipe), else `epochs`."""
+        train = self.recipe.train
+        total = train.max_steps
+        if total is None and train.cpu_seconds is not None:
+            trial, flat = Progress(), Schedule("constant", train.lr, 0, 1)
+            total = steps_within(
+                train.cpu_seconds,
+                lambda: self.step(trial, flat),
+                head=self.head,
+                optimizer=self.optimizer,
+                accelerator=self.accelerator,
+            )
+            self.accelerator.print(f"{train.cpu_seconds:g} CPU seconds are {total} steps on this machine")
+            self.recipe = with_steps(self.run, self.recipe, total, write=self.accelerator.is_main_process)
+        total = total or self.feed.num_steps(train.epochs)
+        return Schedule.of(train.schedule, train.lr, train.warmup, total)
+
+    def _about(self) -> dict[str, Any]:
+        return {"recipe": training_hash(self.recipe), "schedule": asdict(self.schedule)}
+
+    def _resume(self) -> None:
+        folder = latest_checkpoint(self.run.checkpoints)
+        if folder is None:
+            if self.run.resumed:
+                self.accelerator.print(f"{self.run.path} has no checkpoint yet: starting from the first step")
+            return
+        self.progress = load_checkpoint(
+            folder,
+            head=self.head,
+            target=self.target,
+            optimizer=self.optimizer,
+            accelerator=self.accelerator,
+            about=self._about(),
+        )
+        self.accelerator.print(f"going on from {folder}")
+
+    def _log(self, totals: Totals, norm: float, rate: float) -> None:
+        speed = self.meter.lap(self.progress.step, int(totals.tokens))
+        values = {
+            "loss": totals.mean_loss(),
+            "head_loss": totals.losses(),
+            "top_1": totals.accuracies(1),
+            "rate": rate,
+            "gradient_norm": norm,
+            "epoch": self.progress.epoch,
+            "tokens": self.progress.tokens,
+            "empty_steps": self.progress.empty_steps,
+            "tokens_per_second": speed.tokens_per_second,
+            "data_wait_share": speed.wait_share,
+        }
+        self.metrics.write(self.progress.step, "train", values)
+        self.accelerator.print(
+            f"step {self.progress.step}/{self.schedule.total_steps}  loss {values['loss']:.3f}  "
+            f"top-1 {shares(values['top_1'])}  rate {rate:.2e}  {speed}",
+            flush=True,
+        )
+
+    def _evaluate(self) -> None:
+        totals = evaluate(self.module, self.held_out, self.recipe, self.accelerator, step=self.progress.step)
+        if totals is None:
+            return
+        values = report(totals)
+        self.metrics.write(self.progress.step, "held_out", values)
+        best = self.progress.best_value
+        if best is None or values["loss"] < best:
+            self.progress.best_step, self.progress.best_value = self.progress.step, values["loss"]
+            self.progress.best_metric = "loss"
+            if self.accelerator.is_main_process:
+                save_best(self.run.checkpoints, self.head, self.target, self.record())
+        self.accelerator.print(
+            f"step {self.progress.step}  held out: loss {values['loss']:.3f}  top-1 {shares(values['top_1'])}  "
+            f"top-5 {shares(values['top_5'])}  best at step {self.progress.best_step}",
+            flush=True,
+        )
+
+    def _save(self) -> None:
+        save_checkpoint(
+            self.run.checkpoints,
+            self.progress,
+            head=self.head,
+            target=self.target,
+            optimizer=self.optimizer,
+            accelerator=self.accelerator,
+            about=self._about(),
+            record=self.record(),
+            keep=self.recipe.train.keep,
+        )
+
+    def _ship(self) -> None:
+        """`head/` is the best head, or the last where none was held out."""
+        if not self.accelerator.is_main_process:
+            return
+        best = self.run.checkpoints / "best"
+        partial = start_folder(self.run.head)
+        if best.is_dir():
+            shutil.copytree(best, partial, dirs_exist_ok=True)
+        else:
+            save_head(self.head, partial, fingerprint=self.target.fingerprint(), training_record=self.record())
+        publish(partial, self.run.head)
+
+
+def make_optimizer(recipe: Recipe, head: nn.Module) -> torch.optim.Optimizer:
+    """The optimiser that the recipe names, over the head's parameters alone; only matrices are decayed."""
+    train = recipe.train
+    biases = [parameter for name, parameter in head.named_parameters() if name.endswith("bias")]
+    matrices = [parameter for name, parameter in head.named_parameters() if not name.endswith("bias")]
+    groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": biases, "weight_decay": 0.0}]
+    return {"adamw": torch.optim.AdamW}[train.optimizer](groups, lr=train.lr)
+
+
+def due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0

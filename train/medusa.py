@@ -1,0 +1,62 @@
+"""Trains Medusa heads for a frozen model.
+
+    python train/medusa.py --recipe quickstart.yaml --smoke                 # any CPU, under a minute
+    accelerate launch train/medusa.py --recipe quickstart.yaml
+    accelerate launch train/medusa.py --recipe quickstart.yaml --resume     # after a kill
+    accelerate launch --config_file recipes/accelerate/eight-gpu.yaml train/medusa.py --recipe llama8b.yaml
+    accelerate launch -m headstart.train.medusa --recipe qwen3-8b-medusa.yaml --set train.lr=5e-4 --name slower
+
+Everything goes to runs/NAME: the recipe as it was run, metrics.jsonl, checkpoints, and head/, which is what you ship.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headstart.data.prepare import prepare
+from headstart.decode.selfcheck import check_target
+from headstart.heads.store import build_head
+from headstart.recipe_target import load_recipe_target
+from headstart.train.loop import Training
+from headstart.train.preparation import (
+    describe,
+    draft_vocab,
+    parse_arguments,
+    read_recipe,
+    start_processes,
+    take_folder,
+    user_errors,
+    warn_of_foreign_answers,
+)
+from headstart.train.random_state import seed_everything
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_arguments(__doc__ or "", arguments)
+    with user_errors():
+        recipe, replaced = read_recipe(options, "medusa")
+        accelerator = start_processes(recipe, cpu=options.smoke)
+        run, recipe = take_folder(recipe, options, accelerator)
+
+        target, also_replaced = load_recipe_target(recipe, device=accelerator.device)
+        check_target(target)
+        for sentence in [*replaced, *also_replaced]:
+            accelerator.print(f"--smoke: {sentence}")
+
+        data = prepare(recipe, target.tokenizer, vocab_size=target.vocab_size, max_positions=target.max_positions)
+        accelerator.print(data.summary())
+        warn_of_foreign_answers(target, data.train, recipe)
+
+        seed_everything(recipe.seed)
+        vocab = draft_vocab(recipe, target, data.train)
+        head = build_head(recipe.head, target, vocab)
+
+        training = Training(recipe, run, accelerator, target, head, data.train, data.held_out)
+        accelerator.print(describe(training))
+        training.finish()
+        accelerator.print(f"the head is in {run.head}; measure it:\n  headstart eval --head {run.path}")
+        accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

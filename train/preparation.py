@@ -1,0 +1,161 @@
+"""What every training script does before its loop: command line, processes, run folder, draft vocabulary."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
+from torch import nn
+
+from headstart.data.agreement import agreement
+from headstart.data.packing import RowStore, batches, collate
+from headstart.errors import HeadstartError, RecipeError, TrainingError
+from headstart.heads.vocab import DraftVocab
+from headstart.recipe import Recipe, load_recipe, refuse_unbuilt, smoke
+from headstart.target import Target
+from headstart.train.loop import Training
+from headstart.train.run_folder import RunFolder, open_run
+
+
+def parse_arguments(description: str, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a training script; `description` is the script's docstring, its first commands included."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--recipe", required=True, metavar="FILE", help="a file, or a packaged recipe: quickstart.yaml")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of the recipe: train.lr=2e-5"
+    )
+    parser.add_argument("--name", help="name of the run; default: the recipe's")
+    parser.add_argument("--output", default="runs", metavar="DIR", help="where runs stand (%(default)s)")
+    parser.add_argument("--smoke", action="store_true", help="a few steps on CPU, with everything large replaced")
+    parser.add_argument("--resume", action="store_true", help="go on with the run of this name")
+    return parser.parse_args(arguments)
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Ends the process with one sentence, and the error's exit status, where the user can mend what went wrong."""
+    try:
+        yield
+    except HeadstartError as error:
+        print(error, file=sys.stderr, flush=True)
+        raise SystemExit(error.exit_status) from None
+
+
+def read_recipe(arguments: argparse.Namespace, head_type: str) -> tuple[Recipe, list[str]]:
+    """The recipe as the command line changes it, and what --smoke replaced. Nothing is loaded yet."""
+    overrides = [*arguments.set, *([f"name={arguments.name}"] if arguments.name else [])]
+    recipe = load_recipe(arguments.recipe, overrides)
+    if recipe.head.type != head_type:
+        raise RecipeError(f"{arguments.recipe} trains a {recipe.head.type} head; run train/{recipe.head.type}.py")
+    recipe, replaced = smoke(recipe) if arguments.smoke else (recipe, [])
+    refuse_unbuilt(recipe)
+    if recipe.train.dtype == "float16":
+        raise RecipeError("`train.dtype: float16` would need loss scaling; use bfloat16 or float32")
+    return recipe, replaced
+
+
+def start_processes(recipe: Recipe, *, cpu: bool) -> Accelerator:
+    """The accelerator of this launch; refuses another number of processes than the recipe is meant for."""
+    accelerator = Accelerator(
+        cpu=cpu,
+        mixed_precision="no",  # the recipe's dtype decides, not the launch configuration
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+    )
+    wanted, found = recipe.train.world_size, accelerator.num_processes
+    if wanted not in ("any", found):
+        raise TrainingError(
+            f"this launch has world size {found} ({mode(accelerator)}), the recipe is meant for {wanted}; "
+            f"launch {wanted} processes (accelerate launch --config_file ...), or --set train.world_size=any"
+        )
+    return accelerator
+
+
+def mode(accelerator: Accelerator) -> str:
+    """How several processes work together, in accelerate's words."""
+    return accelerator.distributed_type.value
+
+
+def on_main(accelerator: Accelerator, work: Callable[[], Any]) -> Any:
+    """The result of `work` from the main process, on every rank; a HeadstartError there is raised on all."""
+    box: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            box[0] = work()
+        except HeadstartError as error:
+            box[1] = error
+    broadcast_object_list(box)
+    if box[1] is not None:
+        raise box[1]
+    return box[0]
+
+
+def take_folder(recipe: Recipe, arguments: argparse.Namespace, accelerator: Accelerator) -> tuple[RunFolder, Recipe]:
+    """The run folder and the recipe to train, the same on every rank."""
+    path = Path(arguments.output) / recipe.name
+    return on_main(accelerator, lambda: open_run(path, recipe, resume=arguments.resume, command=sys.argv))
+
+
+def count_labels(rows: RowStore, vocab_size: int) -> torch.Tensor:
+    """How often each target id is a label in these rows, [vocab_size]."""
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for row in rows:
+        labels = torch.tensor(row.input_ids)[torch.tensor(row.supervised)]
+        counts += torch.bincount(labels, minlength=vocab_size)
+    return counts
+
+
+def draft_vocab(recipe: Recipe, target: Target, rows: RowStore) -> DraftVocab | None:
+    """The draft vocabulary that the recipe asks for, from the labels of the training rows; None for all tokens."""
+    size = recipe.head.draft_vocab_size
+    if size is None:
+        return None
+    tokenizer = target.tokenizer
+    special = {*target.end_token_ids, *tokenizer.all_special_ids}
+    counts = count_labels(rows, target.vocab_size)
+    return DraftVocab.build(counts, size, special_ids=special, tokenizer_size=len(tokenizer))
+
+
+def warn_of_foreign_answers(target: Target, rows: RowStore, recipe: Recipe) -> None:
+    """One warning where the target itself would have written something else than the data say."""
+    plan = batches(
+        rows,
+        batch_size=recipe.train.batch_size,
+        max_length=recipe.data.max_length,
+        packing=recipe.data.packing,
+        seed=recipe.seed,
+        epoch=0,
+    )
+    warning = agreement(target, (collate(rows, batch) for batch in plan)).warning()
+    if warning:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
+
+
+def describe(training: Training) -> str:
+    """What is about to happen: processes, device, dtypes, parameters, data, length, and who reads what."""
+    accelerator, recipe, target = training.accelerator, training.recipe, training.target
+    trainable = count_parameters(training.head)
+    held_by_target = sum(parameter.numel() for parameter in target.model.parameters())
+    lines = [
+        f"run: {training.run.path}",
+        f"processes: world size {accelerator.num_processes}, mode {mode(accelerator)}, device {accelerator.device}",
+        f"precision: target {str(target.dtype).removeprefix('torch.')}, forward of the head {recipe.train.dtype}",
+        f"parameters: {trainable:,} trainable of {trainable + held_by_target:,} ({target.name} is frozen)",
+        f"one step: {recipe.train.batch_size} sequences x {recipe.train.accumulation} micro-batches "
+        f"x {accelerator.num_processes} processes; {training.schedule.total_steps} steps",
+    ]
+    lines += [
+        f"rank {rank} begins with rows: {', '.join(training.feed.first_rows(rank))}"
+        for rank in range(accelerator.num_processes)
+    ]
+    return "\n".join(lines)
+
+
+def count_parameters(head: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)
