@@ -9,15 +9,14 @@ Everything about them, from the fields of a topic to the licence, is in README.m
 import json
 from collections.abc import Iterator
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
-from headstart.data.bundled.prompts import SPLITS, all_prompts, split_of
+from headstart.data.bundled.prompts import FOLDER, SPLITS, all_prompts, split_of
 from headstart.errors import DataError
 
 __all__ = ["SPLITS", "prompts", "rows", "split_of"]
 
-ANSWERS = files(__package__).joinpath("answers.jsonl")
+ANSWERS = FOLDER.joinpath("answers.jsonl")
 
 
 def prompts(split: str = "all") -> Iterator[dict[str, Any]]:
