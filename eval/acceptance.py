@@ -3,8 +3,8 @@
     counts = count_steps(answer.steps for answer in answers)
     counts.acceptance_length, counts.conditional
 
-One step is one target forward that verifies one tree; prefill is no step. A step cut short by an end token, a stop string
-or a length limit says nothing about the drafter: it is left out of every figure here and counted in `cut_steps`.
+One step is one target forward that verifies one tree; prefill is no step. A step cut short by an end token, a stop
+string or a length limit says nothing about the drafter: it is left out of every figure here, counted in `cut_steps`.
 Counts add, so no figure depends on how prompts were batched or in which order they came.
 """
 
@@ -61,7 +61,7 @@ class StepCounts:
 
     @property
     def draft_acceptance(self) -> float | None:
-        """sum(accepted) / sum(depth). For chains this is accepted / drafted; of a tree's siblings one at most can be."""
+        """sum(accepted) / sum(depth). For chains that is accepted / drafted; of a tree's siblings at most one can be."""
         return ratio(self.accepted, self.drafted_levels)
 
     @property
@@ -71,7 +71,7 @@ class StepCounts:
 
     @property
     def conditional(self) -> list[float | None]:
-        """alpha_d: of the steps whose first d - 1 drafts were accepted (and tree reached d), the share whose d-th was."""
+        """alpha_d: of the steps whose tree reached d and whose first d - 1 drafts were accepted, the share whose d-th was."""
         return [ratio(passed, tested) for passed, tested in zip(self.passed, self.tested, strict=True)]
 
 

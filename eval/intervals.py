@@ -1,7 +1,7 @@
-"""How sure a figure is: bootstrap intervals over prompts, and the exact test that compares two arms on the same prompts.
+"""How sure a figure is: bootstrap intervals over prompts, and the exact test of two arms on the same prompts.
 
 Tokens of one answer hang together, answers hardly do: so prompts are drawn anew, whole, and every figure is recomputed
-from the pooled sums of the drawn prompts (Efron & Tibshirani, An Introduction to the Bootstrap, chapter 13: percentiles).
+from the pooled sums of the drawn prompts (percentile intervals: Efron & Tibshirani, An Introduction to the Bootstrap, 13).
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from scipy.stats import binomtest
 
 RESAMPLES = 4000
 Interval = tuple[float, float]
+Sums = Float[np.ndarray, "resamples"]
+"""One sum per resample."""
 
 
 def bootstrap(
     columns: Sequence[Sequence[float]],
-    statistic: Callable[..., Float[np.ndarray, "resamples"]],
+    statistic: Callable[..., Sums],
     *,
     seed: int = 0,
     resamples: int = RESAMPLES,
