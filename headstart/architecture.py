@@ -66,10 +66,8 @@ def random_target(
     config = read_architecture(architecture)
     replaced = [f"the weights of {Path(architecture).stem} by random numbers (seed {seed})"]
     if shrink:
-        config, sentences = _shrink(config, len(tokenizer))
+        config, sentences = _shrink(config, tokenizer)
         replaced += sentences
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        setattr(config, name, getattr(tokenizer, name))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -77,11 +75,12 @@ def random_target(
     return Target(model, tokenizer, name=f"random-{Path(architecture).stem}"), replaced
 
 
-def _shrink(config: PreTrainedConfig, num_ids: int) -> tuple[PreTrainedConfig, list[str]]:
+def _shrink(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedConfig, list[str]]:
     old = config.to_dict()
     new = dict(old)
     new |= _shrunk_attention(old) | _shrunk_layers(old) | _shrunk_experts(old)
-    new["vocab_size"] = _padded_vocabulary(int(old["vocab_size"]), num_ids)
+    new["vocab_size"] = _padded_vocabulary(int(old["vocab_size"]), len(tokenizer))
+    new |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     new["initializer_range"] = 0.2  # 0.02 would leave a small model's attention without any effect
     shown = {
         "num_hidden_layers": "layers",

@@ -125,7 +125,7 @@ def _tokenizer_facts(target: Target) -> dict[str, Any]:
     template = json.dumps(tokenizer.chat_template, sort_keys=True)
     return {
         "length": len(tokenizer),
-        "probes": {text: tokenizer(text, add_special_tokens=True)["input_ids"] for text in PROBES},
+        **{f"ids of {text!r}": tokenizer(text, add_special_tokens=True)["input_ids"] for text in PROBES},
         "begin": tokenizer.bos_token_id,
         "end": tokenizer.eos_token_id,
         "model_end": list(target.end_token_ids),

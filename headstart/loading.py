@@ -17,44 +17,23 @@ from headstart.errors import TargetError
 
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
 
-# Parts of the messages of transformers and huggingface_hub -> what to tell the user. Order matters.
-_EXPLANATIONS = (
-    ("trust_remote_code", "it brings its own code; read that code, then set target.trust_remote_code: true"),
-    (
-        "couldn't connect",
-        "the hub cannot be reached and no copy is cached; connect, or name a folder that holds the model",
-    ),
-    (
-        "outgoing traffic",
-        "HF_HUB_OFFLINE is set and no copy is cached; unset it, or name a folder that holds the model",
-    ),
-    ("gated repo", "it is gated; accept its terms on its hub page, then `hf auth login`"),
-    (
-        "is not a valid model identifier",
-        "there is no such model on the hub; check the spelling, or `hf auth login` if private",
-    ),
-    ("is not a valid git identifier", "it has no such revision; look at its branches and tags on the hub"),
-    (
-        "Unrecognized configuration class",
-        "it is no causal language model; name a decoder-only model with an output head",
-    ),
-    (
-        "does not recognize this architecture",
-        "this version of transformers does not know its model_type; upgrade transformers",
-    ),
-    (
-        "Unrecognized model",
-        "its folder holds no config.json with a model_type; name the folder that holds the model's files",
-    ),
-    ("not a valid JSON file", "its config.json is not valid JSON; copy the model's files again"),
-    ("no file named", "its folder holds no weights (model.safetensors); copy the model's files again"),
-    (
-        "ignore_mismatched_sizes",
-        "its weights do not have the shapes that its config.json says; copy the model's files again",
-    ),
-    ("deserializing header", "its weights file is cut short; copy the model's files again"),
-    ("backend tokenizer", "no tokenizer files lie beside the model (tokenizer.json); copy them into its folder"),
-)
+# Parts of the messages of transformers and huggingface_hub -> what to tell the user.
+_EXPLANATIONS = {
+    "trust_remote_code": "it brings its own code; read that code, then set target.trust_remote_code: true",
+    "couldn't connect": "no copy is cached, and the hub cannot be reached or HF_HUB_OFFLINE is set; "
+    "connect, or name a folder that holds the model",
+    "gated repo": "it is gated; accept its terms on its hub page, then `hf auth login`",
+    "not a valid model identifier": "there is no such model on the hub; check the spelling, or `hf auth login`",
+    "not a valid git identifier": "it has no such revision; look at its branches and tags on the hub",
+    "Unrecognized configuration class": "it is no causal language model; name a decoder-only model",
+    "does not recognize this architecture": "this transformers does not know its model_type; upgrade transformers",
+    "Unrecognized model": "its folder holds no config.json with a model_type; name the folder of the model's files",
+    "not a valid JSON file": "its config.json is not valid JSON; copy the model's files again",
+    "no file named": "its folder holds no weights (model.safetensors); copy the model's files again",
+    "ignore_mismatched_sizes": "its weights do not have the shapes that its config.json says; copy its files again",
+    "deserializing header": "its weights file is cut short; copy the model's files again",
+    "backend tokenizer": "no tokenizer files lie beside the model (tokenizer.json); copy them into its folder",
+}
 
 
 def load_model(
@@ -124,7 +103,7 @@ def explained(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         text = str(error)
-        for part, reason in _EXPLANATIONS:
+        for part, reason in _EXPLANATIONS.items():
             if part.lower() in text.lower():
                 raise TargetError(f"{name} could not be loaded: {reason}") from error
         first_line = (text.strip() or type(error).__name__).splitlines()[0].rstrip(".")
@@ -140,6 +119,6 @@ def _locate(name: str) -> tuple[str, dict[str, Any]]:
         return str(path.parent), {"gguf_file": path.name}
     if path.is_dir():
         return str(path), {}
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or path.suffix == ".gguf":
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) or path.suffix == ".gguf":
         raise TargetError(f"there is no folder {name}; name a folder that holds a model, a hub id, or {bundled.NAME}")
     return name, {}
