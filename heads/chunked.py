@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headstart.heads.base import NUM_RANKS, Alignment, HeadOutput
-from headstart.heads.losses import Teacher, label_ranks, loss_and_gradient, needs_teacher
+from headstart.heads.losses import Teacher, label_ranks, log_softmax, loss_and_gradient, needs_teacher
 
-_CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
+_CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
 """Logits per chunk: on a CPU what the caches still serve, on a GPU what keeps its multiprocessors busy."""
 _LEAST_TOKENS = 16
 """Predicted tokens in a chunk at least: with fewer, reading the output rows costs more than using them."""
@@ -68,53 +68,69 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, work: ChunkedLoss, learns: bool, states: Tensor, *parameters: Tensor):
-        alignment = work.alignment
-        depth, dim = states.shape[1:]
-        # one flat row per (position, depth), so that a chunk is one gather and its gradient one scatter
-        flat = alignment.rows * depth + torch.arange(depth, device=states.device)
-        known = (work.labels >= 0)[:, None] & alignment.scored
-        depth_weights = torch.tensor(work.depth_weights, device=states.device)
-        by_state = torch.zeros_like(states).view(-1, dim) if learns else None
-        by_parameter = [torch.zeros_like(parameter) for parameter in parameters] if learns else []
-        loss = states.new_zeros(depth, dtype=torch.promote_types(states.dtype, torch.float32))
-        hits = torch.zeros(depth, NUM_RANKS, dtype=torch.long, device=states.device)
+        depth = states.shape[1]
+        sums = _Sums(
+            loss=states.new_zeros(depth, dtype=torch.promote_types(states.dtype, torch.float32)),
+            hits=torch.zeros(depth, NUM_RANKS, dtype=torch.long, device=states.device),
+            gradients=[torch.zeros_like(tensor) for tensor in (states, *parameters)] if learns else None,
+        )
+        depth_weights = torch.tensor(work.depth_weights, dtype=sums.loss.dtype, device=states.device)
         # states and output weights are brought to the target's dtype by hand, as they are while drafting
         with torch.autocast(states.device.type, enabled=False):
             leaves = [parameter.detach().to(work.final.dtype).requires_grad_(learns) for parameter in parameters]
             for chunk in work.chunks():
-                rows, scored = flat[chunk], known[chunk]
-                state = states.detach().view(-1, dim)[rows].requires_grad_(learns)
-                with torch.set_grad_enabled(learns):
-                    logits = work.project(state, *leaves)
-                values, gradient = _chunk_loss(work, chunk, logits.detach())
-                loss += values.masked_fill_(~scored, 0.0).sum(0)
-                ranks = label_ranks(logits.detach(), work.labels[chunk].clamp(min=0))
-                ranks.masked_fill_(~scored, torch.inf)
-                hits += (ranks[..., None] == torch.arange(NUM_RANKS, device=ranks.device)).sum(0)
-                if learns:
-                    # masked_fill, not a product: an unscored pair must not carry its NaN anywhere
-                    weights = (scored * depth_weights)[..., None].to(gradient.dtype)
-                    gradient = gradient.mul_(weights).masked_fill_(~scored[..., None], 0.0).to(logits.dtype)
-                    by_chunk = torch.autograd.grad(logits, [state, *leaves], gradient)
-                    by_state.index_add_(0, rows.flatten(), by_chunk[0].reshape(-1, dim))
-                    for total, part in zip(by_parameter, by_chunk[1:], strict=True):
-                        total += part
-        ctx.save_for_backward(*([by_state.view_as(states), *by_parameter] if learns else []))
-        ctx.mark_non_differentiable(loss, hits)
+                _add_chunk(sums, work, chunk, depth_weights, states.detach(), leaves)
+        ctx.save_for_backward(*(sums.gradients or []))
+        ctx.mark_non_differentiable(sums.loss, sums.hits)
         ctx.set_materialize_grads(False)
-        return (loss * depth_weights.to(loss.dtype)).sum(), loss, hits
+        return (sums.loss * depth_weights).sum(), sums.loss, sums.hits
 
     @staticmethod
     @once_differentiable
     def backward(ctx, by_sum: Tensor | None, *_: None):
         if by_sum is None:
             return (None,) * (2 + len(ctx.saved_tensors))
-        return None, None, *((gradient * by_sum.to(gradient.dtype)) for gradient in ctx.saved_tensors)
+        return None, None, *(gradient * by_sum.to(gradient.dtype) for gradient in ctx.saved_tensors)
 
 
-def _chunk_loss(work: ChunkedLoss, chunk: slice, logits: Tensor) -> tuple[Tensor, Tensor]:
+@dataclass
+class _Sums:
+    """What grows from chunk to chunk."""
+
+    loss: Float[Tensor, "depth"]
+    hits: Int[Tensor, "depth rank"]
+    gradients: list[Tensor] | None
+    """Of the states and of each parameter; None where nothing learns."""
+
+
+def _add_chunk(
+    sums: _Sums, work: ChunkedLoss, chunk: slice, depth_weights: Tensor, states: Tensor, leaves: list[Tensor]
+) -> None:
+    alignment, labels = work.alignment, work.labels[chunk]
+    depth, dim = states.shape[1:]
+    # one flat row per (position, depth), so that a chunk is one gather and its gradient one scatter
+    rows = alignment.rows[chunk] * depth + torch.arange(depth, device=states.device)
+    unscored = ~(alignment.scored[chunk] & (labels >= 0)[:, None])
+    labels = labels.clamp(min=0)
+    learns = sums.gradients is not None
+    state = states.view(-1, dim)[rows].requires_grad_(learns)
+    with torch.set_grad_enabled(learns):
+        logits = work.project(state, *leaves)
     teacher = None
     if needs_teacher(work.loss_weights):
-        final = work.final[work.alignment.teachers[chunk]]
+        final = work.final[alignment.teachers[chunk]]
         teacher = Teacher.from_logits(work.teacher_logits(final), work.teacher_top_k)
-    return loss_and_gradient(work.loss_weights, logits, teacher, work.labels[chunk].clamp(min=0))
+
+    log_q = log_softmax(logits.detach())
+    ranks = label_ranks(log_q, labels).masked_fill_(unscored, torch.inf)
+    sums.hits += (ranks[..., None] == torch.arange(NUM_RANKS, device=ranks.device)).sum(0)
+    values, gradient = loss_and_gradient(work.loss_weights, log_q, teacher, labels)
+    sums.loss += values.masked_fill_(unscored, 0.0).sum(0)
+    if sums.gradients is not None:
+        gradient *= depth_weights[:, None].to(gradient.dtype)
+        # no product with zero: an unscored pair's NaN must not spread
+        gradient.view(-1, gradient.shape[-1]).index_fill_(0, unscored.flatten().nonzero().squeeze(-1), 0.0)
+        by_state, *by_leaf = torch.autograd.grad(logits, [state, *leaves], gradient.to(logits.dtype))
+        sums.gradients[0].view(-1, dim).index_add_(0, rows.flatten(), by_state.reshape(-1, dim))
+        for total, part in zip(sums.gradients[1:], by_leaf, strict=True):
+            total += part

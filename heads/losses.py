@@ -93,9 +93,9 @@ class Teacher:
     def from_logits(cls, logits: Logits, top_k: int | None = None) -> Teacher:
         """Softmax in at least fp32, over all of `logits` or over each row's `top_k` largest."""
         if top_k is None or top_k >= logits.shape[-1]:
-            return cls(torch.log_softmax(logits, -1, dtype=softmax_dtype(logits)), None)
+            return cls(log_softmax(logits), None)
         largest, ids = logits.topk(top_k, dim=-1)
-        return cls(torch.log_softmax(largest, -1, dtype=softmax_dtype(logits)), ids)
+        return cls(log_softmax(largest), ids)
 
     def dense(self, vocab: int) -> tuple[Logits, Logits]:
         """log p and p over the whole draft vocabulary: -inf and 0 for what was not kept."""
@@ -106,9 +106,9 @@ class Teacher:
         return full, full.exp()
 
 
-def softmax_dtype(logits: Tensor) -> torch.dtype:
-    """Products may be in bf16; exponentials and their sums are not."""
-    return torch.promote_types(logits.dtype, torch.float32)
+def log_softmax(logits: Float[Tensor, "*batch vocab"]) -> Float[Tensor, "*batch vocab"]:
+    """In at least fp32: products may be in bf16, exponentials and their sums are not."""
+    return torch.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 def needs_teacher(weights: Mapping[str, float]) -> bool:
@@ -118,17 +118,18 @@ def needs_teacher(weights: Mapping[str, float]) -> bool:
 
 def loss_and_gradient(
     weights: Mapping[str, float],
-    draft_logits: Float[Tensor, "rows heads vocab"],
+    log_q: Float[Tensor, "rows heads vocab"],
     teacher: Teacher | None,
     labels: Int[Tensor, "rows"],
 ) -> tuple[Float[Tensor, "rows heads"], Float[Tensor, "rows heads vocab"]]:
-    """The mixture per row and head, and its gradient by the draft logits, in at least fp32.
+    """The mixture per row and head, and its gradient by the draft logits whose log-softmax is `log_q`.
+
+    The gradient may stand in the memory of `log_q`, which is used up.
 
     All heads of a row predict the same token, so they share its teacher and its label. `teacher` may be None where
     `needs_teacher` says so. The cross-entropies touch only the entries of p that are kept and never build log p for the
     whole vocabulary; the others cost a few passes over [rows, heads, vocab].
     """
-    log_q = torch.log_softmax(draft_logits, -1, dtype=softmax_dtype(draft_logits))
     value = log_q.new_zeros(log_q.shape[:2])
     pulls: list[
         tuple[Tensor | None, Tensor]
@@ -158,7 +159,9 @@ def loss_and_gradient(
         # -sum(u): the cross-entropies' amounts sum to their weights, because p sums to one
         gradient = u.add_(q.mul_((hard + soft) - u.sum(-1, keepdim=True)))
     else:
-        gradient = log_q.exp_().mul_(hard + soft)
+        gradient = log_q.exp_()
+        if hard + soft != 1:  # a pass over all logits, for nothing in the usual case
+            gradient *= hard + soft
     for ids, amount in pulls:
         if ids is None:
             gradient -= amount[:, None]
@@ -194,15 +197,12 @@ _DENSE_LOSSES = {"reverse-kl": _reverse_kl, "tv": _tv, "lk": _lk}
 """Value and u of the losses that look at every entry of q."""
 
 
-def label_ranks(
-    draft_logits: Float[Tensor, "rows heads vocab"], labels: Int[Tensor, "rows"]
-) -> Float[Tensor, "rows heads"]:
+def label_ranks(log_q: Float[Tensor, "rows heads vocab"], labels: Int[Tensor, "rows"]) -> Float[Tensor, "rows heads"]:
     """How many tokens the head prefers to the label: 0 where the label is its first choice.
 
     A token with the same logit counts a half, and a half is rounded against the head: a head that says nothing has no
-    hits, and the ties of bf16 flatter nobody. NaN where the logits are NaN.
+    hits, and the ties of bf16 flatter nobody.
     """
-    vocab = draft_logits.shape[-1]
-    at_label = draft_logits.gather(-1, labels[:, None, None].expand(-1, draft_logits.shape[1], 1))
-    larger_less_smaller = (draft_logits - at_label).sign_().sum(-1, dtype=softmax_dtype(draft_logits))
-    return ((larger_less_smaller + vocab - 1) / 2).ceil()
+    at_label = log_q.gather(-1, labels[:, None, None].expand(-1, log_q.shape[1], 1))
+    larger_less_smaller = (log_q - at_label).sign_().sum(-1)
+    return ((larger_less_smaller + log_q.shape[-1] - 1) / 2).ceil()

@@ -8,7 +8,6 @@ tokens that the text itself has (`WidenedVocab`): names and words of the prompt 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Self
 
 import torch
 from jaxtyping import Bool, Int
@@ -48,7 +47,7 @@ class DraftVocab(nn.Module):
     @classmethod
     def build(
         cls, counts: Int[Tensor, "vocab"], size: int, *, special_ids: Iterable[int], tokenizer_size: int
-    ) -> Self | None:
+    ) -> DraftVocab | None:
         """The `size` ids that are supervised most often, special ids in any case; None for the whole vocabulary.
 
         counts: supervised tokens by target id, as long as the target's output weight has rows. special_ids: the end
@@ -58,10 +57,8 @@ class DraftVocab(nn.Module):
         """
         rows = len(counts)
         usable = min(tokenizer_size, rows)
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise HeadError(
-                f"draft_vocab_size is {size!r}, expected a whole number from 1 to {usable}, or null for all"
-            )
+        if size < 1:
+            raise HeadError(f"draft_vocab_size is {size}, expected a whole number from 1 to {usable}, or null for all")
         if size == rows:
             return None
         if size > usable:

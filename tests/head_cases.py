@@ -1,0 +1,73 @@
+"""Small batches and forwards for the tests of heads."""
+
+from __future__ import annotations
+
+import torch
+
+import tiny
+from headstart.data.packing import TokenBatch, collate
+from headstart.data.rendering import Row
+from headstart.heads.base import HeadOutput
+from headstart.heads.configs import MedusaConfig
+from headstart.heads.medusa import MedusaHead
+from headstart.heads.store import build_head
+from headstart.heads.vocab import DraftVocab
+from headstart.target import Features, Target
+
+
+def row(length: int, reply: range | list[int], seed: int = 0, vocab: int = 256) -> Row:
+    """Random text in which the positions in `reply` are supervised."""
+    ids = torch.randint(0, vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return Row(f"row-{seed}", ids, [position in reply for position in range(length)])
+
+
+def pad(batch: TokenBatch, length: int) -> TokenBatch:
+    """The same documents in sequences of `length`."""
+    extra = (0, length - batch.input_ids.shape[1])
+    return TokenBatch(
+        torch.nn.functional.pad(batch.input_ids, extra, value=7),
+        torch.nn.functional.pad(batch.supervised, extra),
+        torch.nn.functional.pad(batch.position_ids, extra),
+        torch.nn.functional.pad(batch.document_ids, extra, value=-1),
+    )
+
+
+@torch.no_grad()
+def features(target: Target, batch: TokenBatch) -> Features:
+    return target.forward(batch.input_ids, batch.position_ids, target.masks(*batch.attention()))
+
+
+def vocab_of(ids, rows: int = 264) -> DraftVocab:
+    return DraftVocab(torch.as_tensor(sorted(ids)), rows)
+
+
+def head_for(target: Target, vocab: DraftVocab | None = None, *, shake: float = 0.1, **settings) -> MedusaHead:
+    """A head whose parameters have moved a little from their start, in the target's dtype."""
+    if vocab is not None:
+        settings["draft_vocab_size"] = len(vocab)
+    head = build_head(MedusaConfig(**settings), target, vocab).to(target.dtype)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter += shake * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    return head
+
+
+def forward(head: MedusaHead, target: Target, batch: TokenBatch, states: Features | None = None) -> HeadOutput:
+    return head(features(target, batch) if states is None else states, batch, target.embedding, target.output)
+
+
+def gradients(head: MedusaHead) -> dict[str, torch.Tensor]:
+    return {name: parameter.grad.clone() for name, parameter in head.named_parameters() if parameter.grad is not None}
+
+
+def loss_and_gradients(head: MedusaHead, target: Target, *batches: TokenBatch):
+    """Summed over the batches: (loss_sum, token_count, gradients), as accumulation does."""
+    head.zero_grad()
+    outputs = [forward(head, target, batch) for batch in batches]
+    total = sum(output.loss_sum for output in outputs)
+    total.backward()
+    return total.detach(), sum(int(output.token_count) for output in outputs), gradients(head)
+
+
+__all__ = ["collate", "features", "forward", "head_for", "loss_and_gradients", "pad", "row", "tiny", "vocab_of"]
