@@ -139,7 +139,9 @@ class KVCache:
 
     # -- looking -----------------------------------------------------------------------------------------------------
 
-    def read(self, layer: int, row: int) -> tuple[Float[Tensor, "heads length dim"], Float[Tensor, "heads length dim"]]:
+    def read(
+        self, layer: int, row: int
+    ) -> tuple[Float[Tensor, "heads length dim"], Float[Tensor, "heads length value_dim"]]:
         """Keys and values of one row as far as they are committed (for tests and for sharing drafters)."""
         keys, values = (self._storage[kind][layer, row, :, : self.lengths[row]] for kind in self._kinds[layer])
         return keys, values
