@@ -22,10 +22,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from headstart.data.formats import Conversation, Message, SkipRow
+from headstart.data.messages import Conversation, Message, SkipRow
 from headstart.data.progress import Progress
 from headstart.data.rendering import ChatRenderer
-from headstart.data.sources import SkipReport, read_all, with_limit
+from headstart.data.reports import SkipReport
+from headstart.data.sources import read_all, with_limit
 from headstart.errors import DataError
 from headstart.recipe import Recipe
 

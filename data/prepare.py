@@ -20,11 +20,12 @@ from rich.console import Console
 from rich.text import Text
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
-from headstart.data.formats import Conversation, SkipRow
+from headstart.data.messages import Conversation, SkipRow
 from headstart.data.packing import RowStore
 from headstart.data.progress import Progress
 from headstart.data.rendering import ChatRenderer, Row, label_runs
-from headstart.data.sources import SkipReport, read_all, with_limit
+from headstart.data.reports import SkipReport
+from headstart.data.sources import read_all, with_limit
 from headstart.errors import DataError
 from headstart.recipe import Recipe, Source
 from headstart.target import load_tokenizer

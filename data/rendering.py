@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jinja2
-from transformers import PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-from headstart.data.formats import Conversation, Message, SkipRow, role_list
+from headstart.data.messages import Conversation, Message, SkipRow, role_list
 from headstart.data.spans import find_spans, prompt_end
 from headstart.errors import DataError
 from headstart.recipe import ChatSection
@@ -169,7 +169,7 @@ class ChatRenderer:
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             raise SkipRow(f"the chat template refuses it: {error}", role_list(list(messages))) from None
 
-    def _encode(self, text: str) -> dict:
+    def _encode(self, text: str) -> BatchEncoding:
         # the template has written every special token that belongs there; the tokenizer must not add a second begin
         return self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
 

@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from headstart.data.formats import Message, SkipRow
+from headstart.data.messages import Message, SkipRow
 
 Render = Callable[[Sequence[Message], bool], str]
 """(messages, with the generation prompt) -> text."""
