@@ -48,21 +48,21 @@ class MedusaConfig(Config):
     type: Literal["medusa"] = "medusa"
     """Which head this is."""
 
-    num_heads: int = Field(4, ge=1, le=16)
+    num_heads: int = Field(default=4, ge=1, le=16)
     """How many tokens are drafted beyond the one that the target itself gives. Each head more costs training time and
     is accepted less often than the one before it; 3 to 5 is usual."""
 
-    num_layers: int = Field(1, ge=1, le=8)
+    num_layers: int = Field(default=1, ge=1, le=8)
     """Residual blocks in each head. One is the published choice; every block has its own weights."""
 
     output: Literal["shared", "own", "low-rank"] = "shared"
     """What turns a head's state into logits: the target's own output rows (nothing to train or to ship), an own full
     matrix per head that starts as a copy of them, or a low-rank correction of them."""
 
-    rank: int | None = Field(None, ge=1)
+    rank: int | None = Field(default=None, ge=1)
     """Rank of the correction; with `output: low-rank` only, and needed there."""
 
-    draft_vocab_size: int | None = Field(None, ge=1)
+    draft_vocab_size: int | None = Field(default=None, ge=1)
     """How many of the target's tokens the heads may draft: those met most often in training. Fewer are faster to train
     and to draft with, and put a ceiling on acceptance that is reported. null: all of them."""
 
@@ -70,14 +70,14 @@ class MedusaConfig(Config):
     """What is minimised: `soft-ce` learns from the target's whole distribution, `hard-ce` from the text alone. A
     mapping such as `{soft-ce: 0.9, tv: 0.1}` adds losses with these weights."""
 
-    loss_decay: Number = Field(0.8, gt=0, le=1)
+    loss_decay: Number = Field(default=0.8, gt=0, le=1)
     """Head i weighs `loss_decay ** i`: a later head counts only where those before it were right. 1: all alike."""
 
-    teacher_top_k: int | None = Field(None, ge=1)
+    teacher_top_k: int | None = Field(default=None, ge=1)
     """Keep only so many of the target's likeliest tokens, renormalised, as the soft label. Faster where the vocabulary
     is large; `hard-ce` has no use for it. null: the whole distribution."""
 
-    dropout: Number = Field(0.0, ge=0, lt=1)
+    dropout: Number = Field(default=0.0, ge=0, lt=1)
     """Share of a head's input that is dropped while training. Worth trying when conversations are few."""
 
     @property

@@ -147,7 +147,7 @@ def _data_distill(arguments: argparse.Namespace) -> None:
 
     recipe = load_recipe(arguments.recipe, arguments.set)
     refuse_unbuilt(recipe)
-    from headstart.data import distill
+    from headstart.scripts import distill
 
     distill.run(recipe, arguments.output, limit=arguments.limit, device=arguments.device, dtype=arguments.dtype)
 

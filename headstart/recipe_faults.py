@@ -86,7 +86,7 @@ def collect_faults(document: Document, error: ValidationError, model: type[Confi
             missing = (*path, complaint["loc"][-1])
             document.fault(missing, f"this key is missing ({_purpose(missing, sections)})")
         elif complaint["type"] == "value_error":
-            document.fault(path, str(complaint["ctx"]["error"]))
+            document.fault(path, str(complaint.get("ctx", {}).get("error")))
         else:
             expected.setdefault(path, []).append(_expected(complaint, path, sections))
             tried_as_one_of_several |= {path} if of_several else set()
@@ -103,9 +103,13 @@ def _locate(loc: tuple[str | int, ...], values: Any) -> tuple[Path, Any, bool]:
     """The path in the data of a complaint's location, which also names the kinds of a union, and the value there."""
     path: Path = ()
     for part in loc:
-        if isinstance(values, dict) and part in values or isinstance(values, list) and isinstance(part, int):
+        if _holds(values, part):
             path, values = (*path, part), values[part]
     return path, values, len(path) < len(loc)
+
+
+def _holds(values: Any, part: str | int) -> bool:
+    return isinstance(part, int) if isinstance(values, list) else isinstance(values, dict) and part in values
 
 
 def _section_path(path: Path) -> Path:

@@ -67,7 +67,7 @@ class Source(Config):
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt-response", "text", "ids"] = "auto"
     """How a row is laid out; `auto` looks at the first rows and says what it found."""
 
-    limit: int | None = Field(None, ge=1)
+    limit: int | None = Field(default=None, ge=1)
     """Read so many rows, from the top; null: all."""
 
     non_alternating: Literal["skip", "merge"] = "skip"
@@ -77,7 +77,7 @@ class Source(Config):
 class HeldOutSection(Config):
     """Conversations that are never trained on: losses, trees and reports are measured on them."""
 
-    fraction: Number | None = Field(None, gt=0, lt=1)
+    fraction: Number | None = Field(default=None, gt=0, lt=1)
     """Share of the training conversations to hold out, chosen by their row ids, so the same in every run."""
 
     sources: list[Source] = []
@@ -107,13 +107,13 @@ class ChatSection(Config):
 class DistillSection(Config):
     """How the target answers the prompts itself; heads learn best from the target's own words."""
 
-    max_new_tokens: int = Field(512, ge=1)
+    max_new_tokens: int = Field(default=512, ge=1)
     """Longest answer; longer ones are cut and marked as cut."""
 
-    temperature: Number = Field(0.0, ge=0)
+    temperature: Number = Field(default=0.0, ge=0)
     """0 is greedy: the text that greedy decoding will draft for. Sampling gives more variety."""
 
-    batch_size: int = Field(16, ge=1)
+    batch_size: int = Field(default=16, ge=1)
     """Conversations answered at once; finished ones make room. More is faster until memory is full."""
 
 
@@ -129,7 +129,7 @@ class DataSection(Config):
     chat: ChatSection = ChatSection()
     """Template, system turn and which turns count."""
 
-    max_length: int = Field(2048, ge=8)
+    max_length: int = Field(default=2048, ge=8)
     """Longest sequence in tokens; longer conversations are cut. Memory grows with it."""
 
     packing: bool = True
@@ -145,50 +145,50 @@ class DataSection(Config):
 class TrainSection(Config):
     """How long and how hard. The length is `max_steps` if given, else `cpu_seconds` if given, else `epochs`."""
 
-    epochs: int = Field(1, ge=1)
+    epochs: int = Field(default=1, ge=1)
     """Passes over the training conversations."""
 
-    max_steps: int | None = Field(None, ge=1)
+    max_steps: int | None = Field(default=None, ge=1)
     """Optimiser steps, over as many passes as that takes; null: as long as the other two say."""
 
-    cpu_seconds: Number | None = Field(None, gt=0)
+    cpu_seconds: Number | None = Field(default=None, gt=0)
     """Budget in seconds of process time, all threads together. Turned once, by 20 steps that are then taken back, into
     `max_steps`, which the schedule, the stop and a resumed run use."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
     """What turns gradients into steps."""
 
-    lr: Number = Field(1e-3, gt=0)
+    lr: Number = Field(default=1e-3, gt=0)
     """Highest learning rate. Heads are small and start as the identity: they bear far more than the target would."""
 
-    batch_size: int = Field(2, ge=1)
+    batch_size: int = Field(default=2, ge=1)
     """Sequences in a micro-batch on each device. Memory grows with it."""
 
-    accumulation: int = Field(1, ge=1)
+    accumulation: int = Field(default=1, ge=1)
     """Micro-batches in one optimiser step. Many small steps beat few large ones while conversations are few."""
 
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate falls after the warm-up."""
 
-    warmup: Number = Field(0.03, ge=0, lt=1)
+    warmup: Number = Field(default=0.03, ge=0, lt=1)
     """Share of the steps in which the learning rate rises."""
 
-    weight_decay: Number = Field(0.0, ge=0)
+    weight_decay: Number = Field(default=0.0, ge=0)
     """Decoupled decay of the weight matrices."""
 
-    clip: Number | None = Field(0.5, gt=0)
+    clip: Number | None = Field(default=0.5, gt=0)
     """Largest norm of the whole gradient; null: never clipped."""
 
     dtype: Dtype = "bfloat16"
     """Precision of the forward pass; the head's own weights and the optimiser stay in float32."""
 
-    eval_every: int | None = Field(500, ge=1)
+    eval_every: int | None = Field(default=500, ge=1)
     """Optimiser steps between two looks at the held-out conversations; null: at the end only."""
 
-    save_every: int | None = Field(500, ge=1)
+    save_every: int | None = Field(default=500, ge=1)
     """Optimiser steps between two checkpoints; null: at the end only. What a kill can cost."""
 
-    keep: int = Field(3, ge=1)
+    keep: int = Field(default=3, ge=1)
     """How many checkpoints stay on disk, newest first; the best one stays besides."""
 
     world_size: Literal["any"] | Annotated[int, Field(ge=1)] = "any"
@@ -198,22 +198,22 @@ class TrainSection(Config):
 class EvalSection(Config):
     """How acceptance and speedup are measured."""
 
-    num_prompts: int = Field(80, ge=1)
+    num_prompts: int = Field(default=80, ge=1)
     """How many prompts are decoded. More give narrower intervals."""
 
-    max_new_tokens: int = Field(256, ge=1)
+    max_new_tokens: int = Field(default=256, ge=1)
     """Longest answer in tokens."""
 
-    temperature: list[Annotated[Number, Field(ge=0)]] = Field([0.0], min_length=1)
+    temperature: list[Annotated[Number, Field(ge=0)]] = Field(default=[0.0], min_length=1)
     """Each of these is measured; 0 is greedy."""
 
-    batch_size: int = Field(1, ge=1)
+    batch_size: int = Field(default=1, ge=1)
     """Prompts decoded at once. Speculative decoding gains most at 1, where the device waits for memory."""
 
     tree: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Nodes of the drafted tree, root included; auto: the size tuned for this head on this device."""
 
-    identity_prompts: int | None = Field(8, ge=0)
+    identity_prompts: int | None = Field(default=8, ge=0)
     """On how many prompts the drafted text is compared with plain decoding in float32 and with a control arm, which is
     slow; null: on all."""
 
@@ -230,7 +230,7 @@ class LoggingSection(Config):
     project: str = "headstart"
     """Name of the project in the tracker."""
 
-    every: int = Field(10, ge=1)
+    every: int = Field(default=10, ge=1)
     """Optimiser steps between two lines of the metrics."""
 
 
@@ -250,7 +250,7 @@ class Recipe(Config):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run and of its folder under `runs/`."""
 
-    seed: int = Field(0, ge=0, lt=2**32)
+    seed: int = Field(default=0, ge=0, lt=2**32)
     """Everything random follows from it: initial weights, order of the data, sampling."""
 
     target: TargetSection

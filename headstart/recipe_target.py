@@ -37,5 +37,5 @@ def load_recipe_target(
         architecture, shrink=True, seed=recipe.seed, tokenizer=load_tokenizer(bundled.NAME), dtype=dtype
     )
     if device is not None:
-        target.model.to(device)
+        target.model.to(torch.device(device))
     return target, replaced

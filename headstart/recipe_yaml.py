@@ -132,29 +132,37 @@ def set_value(document: Document, override: str) -> None:
     except (yaml.YAMLError, RecursionError) as error:
         document.fault(path, _unreadable(error), place)
         return
+    parent = _parent(path, document, place)
+    if parent is not None:
+        # what the file said below this key is gone
+        document.places = {old: line for old, line in document.places.items() if old[: len(path)] != path}
+        document.places[path] = place
+        parent[path[-1]] = None if node is None else _plain(node, path, document, None)
+
+
+def write_yaml(values: dict[str, Any]) -> str:
+    """`values` as YAML in their own order; `read_yaml` gives the same values back."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _parent(path: Path, document: Document, place: str) -> Any:
+    """The mapping or list that holds the last part of `path`, its sections made where the file has none; else None."""
     parent: Any = document.values
     for depth, part in enumerate(path):
-        if isinstance(part, int) and isinstance(parent, list) and part >= len(parent):
-            document.fault(path[: depth + 1], f"found index {part}, but the list has {len(parent)} entries", place)
-            return
-        if not isinstance(parent, dict if isinstance(part, str) else list):
+        fits = isinstance(parent, list) if isinstance(part, int) else isinstance(parent, dict)
+        if not fits:
             document.fault(path, f"`{dotted(path[:depth])}` has no key `{part}`", place)
-            return
+            return None
+        if isinstance(part, int) and part >= len(parent):
+            document.fault(path[: depth + 1], f"found index {part}, but the list has {len(parent)} entries", place)
+            return None
         if depth == len(path) - 1:
             break
         if isinstance(part, str) and parent.get(part) is None:
             parent[part] = {}
             document.places[path[: depth + 1]] = place
         parent = parent[part]
-    # what the file said below this key is gone
-    document.places = {old: line for old, line in document.places.items() if old[: len(path)] != path}
-    document.places[path] = place
-    parent[path[-1]] = None if node is None else _plain(node, path, document, None)
-
-
-def write_yaml(values: dict[str, Any]) -> str:
-    """`values` as YAML in their own order; `read_yaml` gives the same values back."""
-    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return parent
 
 
 def _unreadable(error: Exception) -> str:
