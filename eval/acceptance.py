@@ -61,7 +61,7 @@ class StepCounts:
 
     @property
     def draft_acceptance(self) -> float | None:
-        """sum(accepted) / sum(depth). For chains that is accepted / drafted; of a tree's siblings at most one can be."""
+        """sum(accepted) / sum(depth): for chains, accepted / drafted; of siblings in a tree, at most one can be."""
         return ratio(self.accepted, self.drafted_levels)
 
     @property
@@ -71,7 +71,8 @@ class StepCounts:
 
     @property
     def conditional(self) -> list[float | None]:
-        """alpha_d: of the steps whose tree reached d and whose first d - 1 drafts were accepted, the share whose d-th was."""
+        """alpha_d: of the steps whose tree reached depth d and whose first d - 1 drafts were accepted, the share whose
+        d-th was accepted too."""
         return [ratio(passed, tested) for passed, tested in zip(self.passed, self.tested, strict=True)]
 
 

@@ -1,7 +1,7 @@
 """How sure a figure is: bootstrap intervals over prompts, and the exact test of two arms on the same prompts.
 
 Tokens of one answer hang together, answers hardly do: so prompts are drawn anew, whole, and every figure is recomputed
-from the pooled sums of the drawn prompts (percentile intervals: Efron & Tibshirani, An Introduction to the Bootstrap, 13).
+from the pooled sums of those drawn (Efron & Tibshirani, An Introduction to the Bootstrap, chapter 13: percentiles).
 """
 
 from __future__ import annotations

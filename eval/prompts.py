@@ -3,8 +3,8 @@
     questions = choose(load_questions(recipe, target.tokenizer), recipe.eval.num_prompts)
     prompt_ids = questions[0].prompt_ids(renderer)
 
-Any source that training can read will do: the bundled prompts, files of messages, Spec-Bench's `question.jsonl`. Answers
-in it are left out; the user's turns are asked one after the other, each after the target's own answer to the last.
+Any source that training can read will do: the bundled prompts, files of messages, Spec-Bench's `question.jsonl`.
+Answers in it are left out; the user's turns are asked one by one, each after the target's own answer to the last.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from headstart.data.formats import Conversation, Message
 from headstart.data.prepare import prepare
-from headstart.data.rendering import ChatRenderer, Row, first_label
+from headstart.data.rendering import ChatRenderer, Row
 from headstart.data.sources import SkipReport, display_name, read
 from headstart.errors import DataError
 from headstart.recipe import Recipe, Source
@@ -134,7 +134,7 @@ def _question(
 
 def _from_row(row: Row) -> Question:
     kind = row.kind or "held out"
-    prompt = tuple(row.input_ids[: first_label(row)]) or tuple(row.input_ids[:1])
+    prompt = _prompt_part(row.input_ids, row.supervised)
     return Question(question_id=row.row_id, category=kind, kind=kind, novelty=HELD_OUT, turns=((),), ids=prompt)
 
 

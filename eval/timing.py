@@ -30,6 +30,15 @@ Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
+class Contender:
+    """What is compared with plain decoding."""
+
+    drafter: Drafter
+    budget: int
+    """Nodes of a drafted tree at most, root included."""
+
+
+@dataclass(frozen=True)
 class Timed:
     """One answer by one arm."""
 
@@ -78,11 +87,10 @@ class Measurement:
 
 def time_arms(
     target: Target,
-    drafters: Mapping[str, Drafter],
+    contenders: Mapping[str, Contender],
     questions: Sequence[Question],
     renderer: ChatRenderer,
     *,
-    budget: int,
     max_new_tokens: int,
     settings: SamplingSettings | None = None,
     batch_size: int = 1,
@@ -91,15 +99,15 @@ def time_arms(
     clock: Clock = time.perf_counter,
     progress: Callable[[int], None] = lambda tokens: None,
 ) -> Measurement:
-    """Answers all questions by plain decoding and with each of `drafters`.
+    """Answers all questions by plain decoding and with each contender.
 
-    budget: nodes of a drafted tree at most, root included. settings: each question has its own seed, counted on from
-    theirs. A further turn follows on the plain arm's answer in every arm, so all read the same prompts.
-    transformers_questions: so many of the first ones are given to `transformers.generate` too (batch size 1 only).
-    progress: is told the number of tokens of each plain answer.
+    settings: each question has its own seed, counted on from theirs. A further turn follows on the plain arm's answer
+    in every arm, so all read the same prompts. transformers_questions: so many of the first ones are given to
+    `transformers.generate` too (batch size 1 only). progress: is told the number of tokens of each plain answer.
     """
     engines = {PLAIN: Engine(target, NoDraft(), batch_size=batch_size, budget=1)}
-    engines |= {name: Engine(target, one, batch_size=batch_size, budget=budget) for name, one in drafters.items()}
+    for name, one in contenders.items():
+        engines[name] = Engine(target, one.drafter, batch_size=batch_size, budget=one.budget)
     transformers_arm = TransformersArm(target) if transformers_questions and batch_size == 1 else None
     settings = settings or SamplingSettings()
     run, watch = Measurement(), MemoryWatch(engines)
@@ -111,7 +119,7 @@ def time_arms(
 
     if warm_up:
         few = [request(index, 0, ()) for index in range(min(WARM_UP_PROMPTS, len(questions)))]
-        _warm_up(engines, few, budget, transformers_arm)
+        _warm_up(engines, few, transformers_arm)
     rounds = 0
     for group, first in enumerate(range(0, len(questions), batch_size)):
         answers: dict[int, list[str]] = {index: [] for index in range(first, min(first + batch_size, len(questions)))}
@@ -179,9 +187,7 @@ def _run(engine: Engine, requests: Sequence[Request], clock: Clock) -> dict[tupl
     }
 
 
-def _warm_up(
-    engines: Mapping[str, Engine], requests: list[Request], budget: int, transformers_arm: TransformersArm | None
-) -> None:
+def _warm_up(engines: Mapping[str, Engine], requests: list[Request], transformers_arm: TransformersArm | None) -> None:
     """Runs every arm on a few prompts, and every width of a forward once; nothing of it is kept."""
     plain = engines[PLAIN]
     requests = [
@@ -191,7 +197,7 @@ def _warm_up(
     ]
     for engine in engines.values():
         list(engine.generate(requests))
-    for width in (width for width in WIDTHS if width <= budget):
+    for width in (width for width in WIDTHS if width <= max(engine.budget for engine in engines.values())):
         widened = Engine(plain.target, NoDraft(width), batch_size=plain.batch_size, budget=width)
         list(widened.generate([replace(request, max_new_tokens=2) for request in requests[:1]]))
     if transformers_arm is not None:

@@ -1,4 +1,4 @@
-"""`transformers.generate` as everyone would call it: the same weights, transformers' attention, cache and plain linears."""
+"""`transformers.generate` as everyone calls it: the same weights under its own attention, cache and plain linears."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from headstart.data.rendering import ChatRenderer
 from headstart.decode import engine as engine_module
 from headstart.decode.drafters.ngram import NgramDrafter
 from headstart.eval.prompts import Question
-from headstart.eval.timing import PLAIN, time_arms
+from headstart.eval.timing import PLAIN, Contender, time_arms
 from headstart.recipe import ChatSection
 
 TOKENS = 20
@@ -50,7 +50,7 @@ class FakeClock:
 
 def texts_of(target, questions, max_new_tokens):
     """What the target answers, by the requests' ids."""
-    run = time_arms(target, {}, questions, renderer(), budget=1, max_new_tokens=max_new_tokens, warm_up=False)
+    run = time_arms(target, {}, questions, renderer(), max_new_tokens=max_new_tokens, warm_up=False)
     return {(index, 0): answer.arms[PLAIN].token_ids for index, answer in enumerate(run.answers)}
 
 
@@ -63,10 +63,9 @@ def test_prefill_stands_apart_in_every_arm(monkeypatch):
     clock = FakeClock(target, monkeypatch)
     run = time_arms(
         target,
-        {"stub": drafter},
+        {"stub": Contender(drafter, 3)},
         questions,
         renderer(),
-        budget=3,
         max_new_tokens=TOKENS,
         warm_up=False,
         clock=clock,
@@ -83,8 +82,8 @@ def test_the_first_call_is_paid_in_the_warm_up(monkeypatch):
     target = tiny.target("llama")
     target.end_token_ids = ()
     clock = FakeClock(target, monkeypatch, first_calls_cost=100.0)
-    drafters = {"ngram": NgramDrafter(3)}
-    run = time_arms(target, drafters, [question(0)], renderer(), budget=4, max_new_tokens=5, clock=clock)
+    contenders = {"ngram": Contender(NgramDrafter(3), 4)}
+    run = time_arms(target, contenders, [question(0)], renderer(), max_new_tokens=5, clock=clock)
     (answer,) = run.answers
     assert max(timed.seconds + timed.prefill_seconds for timed in answer.arms.values()) < 2
 
@@ -100,10 +99,9 @@ def test_the_order_of_the_arms_turns(monkeypatch):
     )
     time_arms(
         target,
-        {"ngram": NgramDrafter(3)},
+        {"ngram": Contender(NgramDrafter(3), 4)},
         [question(i) for i in range(3)],
         renderer(),
-        budget=4,
         max_new_tokens=3,
         warm_up=False,
     )
@@ -116,10 +114,9 @@ def test_every_arm_writes_the_same_text_and_turns_follow_the_plain_answer(batch_
     questions = [question(0), question(1, "Say a", "Say b"), question(2), question(3, "Hm", "Why", "Ah")]
     run = time_arms(
         target,
-        {"ngram": NgramDrafter(4)},
+        {"ngram": Contender(NgramDrafter(4), 5)},
         questions,
         renderer(),
-        budget=5,
         max_new_tokens=8,
         batch_size=batch_size,
         transformers_questions=2,
@@ -146,16 +143,14 @@ def test_shares_of_a_batch_add_up_to_its_wall_time(monkeypatch):
     target.end_token_ids = ()
     clock = FakeClock(target, monkeypatch)
     questions = [question(i) for i in range(4)]
-    run = time_arms(
-        target, {}, questions, renderer(), budget=1, max_new_tokens=10, batch_size=4, warm_up=False, clock=clock
-    )
+    run = time_arms(target, {}, questions, renderer(), max_new_tokens=10, batch_size=4, warm_up=False, clock=clock)
     assert sum(answer.arms[PLAIN].seconds for answer in run.answers) == pytest.approx(1.0)
 
 
 def test_memory_is_counted_for_every_arm():
     target = tiny.target("llama")
     drafter = NgramDrafter(4)
-    run = time_arms(target, {"ngram": drafter}, [question(0)], renderer(), budget=5, max_new_tokens=6)
+    run = time_arms(target, {"ngram": Contender(drafter, 5)}, [question(0)], renderer(), max_new_tokens=6)
     plain, drafted = run.memory[PLAIN], run.memory["ngram"]
     # 4 layers, keys and values, 2 heads of 16, 4 bytes
     assert plain["cache_bytes"] % (4 * 2 * 2 * 16 * 4) == 0 and drafted["cache_bytes"] > plain["cache_bytes"] > 0
@@ -168,5 +163,5 @@ def test_memory_is_counted_for_every_arm():
 def test_a_prompt_without_room_for_an_answer_is_named():
     target = tiny.target("llama")
     long = question(1, "x" * 500)
-    run = time_arms(target, {}, [question(0), long, question(2)], renderer(), budget=1, max_new_tokens=3)
+    run = time_arms(target, {}, [question(0), long, question(2)], renderer(), max_new_tokens=3)
     assert run.too_long == ["q1"] and len(run.answers) == 2
