@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from headstart.decode.cache import KVCache
 from headstart.decode.drafters.base import NoDraft, Rows
 from headstart.decode.tree import Path, TokenTree, Topology
 
@@ -182,3 +184,25 @@ def prompts_of(lengths: Sequence[int], vocab: int, seed: int = 0) -> list[list[i
     """Random prompts of these lengths."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in lengths]
+
+
+def plant_stale_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault that every exactness check must find: at each roll-back, in all layers, the last accepted token's keys
+    and values are those of a rejected node."""
+    write, compact = KVCache.write, KVCache.compact
+    widths: dict[int, int] = {}
+
+    def noting_the_width(self: KVCache, layer: int, keys: torch.Tensor, values: torch.Tensor):
+        widths[id(self)] = keys.shape[2]
+        return write(self, layer, keys, values)
+
+    def leaving_one_row(self: KVCache, paths: Sequence[Sequence[int]]) -> None:
+        compact(self, paths)
+        for row, path in enumerate(paths):
+            if len(path) < widths[id(self)]:
+                for store in self._storage.values():
+                    end = self.lengths[row]
+                    store[:, row, :, end - 1] = store[:, row, :, end]
+
+    monkeypatch.setattr(KVCache, "write", noting_the_width)
+    monkeypatch.setattr(KVCache, "compact", leaving_one_row)
