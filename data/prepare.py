@@ -13,7 +13,7 @@ import hashlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from rich.console import Console
@@ -126,25 +126,26 @@ class _Rendering:
         reports: dict[str, SkipReport] = {}
         kept: list[tuple[str, Row]] = []
         with Progress(f"rendering {label}") as progress:
-            for conversation in read_all(sources, reports, announce=progress.expect):
-                progress.add()
-                report = reports[conversation.file]
-                key = prompt_key(conversation)
-                try:
-                    if key in kept_away:
-                        raise SkipRow("its prompt is held out")
-                    kept.append((key, self._row(conversation, report)))
-                except SkipRow as why:
-                    report.skip(conversation.origin, why)
+
+            def counted() -> Iterator[Conversation]:
+                for conversation in read_all(sources, reports, announce=progress.expect):
+                    progress.add()
+                    if prompt_key(conversation) in kept_away:
+                        reports[conversation.file].skip(conversation.origin, SkipRow("its prompt is held out"))
+                    else:
+                        yield conversation
+
+            for rendered in self.renderer.rows(counted(), self.max_length):
+                conversation, row, report = rendered.conversation, rendered.row, reports[rendered.conversation.file]
+                if row is None:
+                    report.skip(conversation.origin, rendered.why)
+                    continue
+                self._check_ids(row)
+                report.count(row.supervised, row.truncated, rendered.mismatch, row.origin)
+                kept.append((prompt_key(conversation), row))
         for report in reports.values():
             _check(report)
         return kept, reports
-
-    def _row(self, conversation: Conversation, report: SkipReport) -> Row:
-        row = self.renderer.row(conversation, self.max_length)
-        self._check_ids(row)
-        report.count(row.supervised, row.truncated, self.renderer.prompt_mismatch(conversation, row), row.origin)
-        return row
 
     def _check_ids(self, row: Row) -> None:
         largest = max(row.input_ids)

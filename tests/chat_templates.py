@@ -53,7 +53,8 @@ QWEN3 = """
 {%- set content = content.split('</think>')[-1].lstrip('\n') %}
 {%- endif %}
 {{- '<assistant>' }}
-{%- if loop.index0 > ns.last_query %}{{- '<think>\n' + reasoning.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
+{%- if loop.index0 > ns.last_query %}
+{{- '<think>\n' + reasoning.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
 {%- else %}{{- content }}{%- endif %}
 {{- '<|turn_end|>\n' }}
 {%- endif %}
@@ -69,7 +70,7 @@ DROPS_ALL_THOUGHT = (
     "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
 )
 
-# A blank stands between header and words in a row; the prompt ends before it, and the end token after a blank (Llama 2).
+# A blank stands between header and words in a row, where the prompt ends before it; another before the end (Llama 2).
 BLANKS_AROUND = (
     "{% for message in messages %}{{ message['role'] }}:{{ ' ' + message['content'] + ' ' }}"
     "{% if message['role'] == 'assistant' %}<|end|>{% endif %}{% endfor %}"

@@ -32,6 +32,11 @@ def labelled(render: ChatRenderer, row: Row) -> list[str]:
     return [render.tokenizer.decode(row.input_ids[start:end]) for start, end in label_runs(row)]
 
 
+def mismatch(render: ChatRenderer, conversation: Conversation) -> str | None:
+    (rendered,) = render.rows([conversation], LONG)
+    return rendered.mismatch
+
+
 def text(render: ChatRenderer, row: Row) -> str:
     return render.tokenizer.decode(row.input_ids)
 
@@ -130,7 +135,7 @@ def test_a_token_across_the_border_is_a_label_where_the_prompt_ends_before_it():
     tokenizer.chat_template = tokenizer.chat_template.replace("assistant:{%", "assistant: {%")
     row = render.row(chat("Capital of France?", "Paris is it"), LONG)
     assert labelled(render, row) == [" is it <|im_end|>"]  # the prompt has the blank: " Paris" is met nowhere
-    assert "token" in (render.prompt_mismatch(chat("Capital of France?", "Paris is it"), row) or "")
+    assert "token" in (mismatch(render, chat("Capital of France?", "Paris is it")) or "")
 
 
 def test_turns_that_no_token_ends():
@@ -231,24 +236,23 @@ def test_template_arguments_reach_rows_and_prompts_and_a_mismatch_is_said():
     with_thought = renderer(chat_templates.THOUGHT_BY_ARGUMENT, chat=ChatSection(arguments={"enable_thinking": False}))
     prompt = with_thought.prompt(conversation.messages[:1])
     assert with_thought.tokenizer.decode(prompt).endswith("<assistant><t></t>")
-    row = with_thought.row(conversation, LONG)
     first = len("<user>q") + 1 + len("<assistant>")
-    assert with_thought.prompt_mismatch(conversation, row) == (
+    assert mismatch(with_thought, conversation) == (
         f"token {first} is {ord('o')} 'o' in the row, {ord('<')} '<' in the prompt"
     )
     default = renderer(chat_templates.THOUGHT_BY_ARGUMENT)
-    assert default.prompt_mismatch(conversation, default.row(conversation, LONG)) is None
+    assert mismatch(default, conversation) is None
 
 
 def test_a_block_that_only_the_row_has_is_said_too():
     """Answers without reasoning, and a template that writes an empty block into the row but not into the prompt."""
     conversation = chat("q", "ok")
     render = renderer(chat_templates.QWEN3)
-    assert render.prompt_mismatch(conversation, render.row(conversation, LONG)) == (
+    assert mismatch(render, conversation) == (
         "the row has '<think>\\n\\n</think>\\n\\n' before the answer, and the prompt hasn't"
     )
     right = renderer(chat_templates.QWEN3, chat=ChatSection(arguments={"enable_thinking": False}))
-    assert right.prompt_mismatch(conversation, right.row(conversation, LONG)) is None
+    assert mismatch(right, conversation) is None
 
 
 def test_rows_without_a_template_or_offsets_are_one_sentence(monkeypatch):
@@ -276,8 +280,8 @@ def random_chats(count: int, seed: int) -> list[Conversation]:
 
 @pytest.mark.parametrize("name", chat_templates.EXACT)
 def test_labels_lie_inside_the_assistants_turns_for_any_contents(name):
-    """A slow reference: grow the chat message by message. Where the renderings are prefixes of each other, the labels must
-    lie between the prompt's end and the turn's end; they hold the answer's words; and no label lies in a question."""
+    """A slow reference: grow the chat message by message. Where the renderings are prefixes of each other, the labels
+    lie between the prompt's end and the turn's end, in one piece, and hold the answer's words."""
     render = renderer(chat_templates.EXACT[name])
     seen = 0
     for conversation in random_chats(40, seed=3):
@@ -298,7 +302,7 @@ def test_labels_lie_inside_the_assistants_turns_for_any_contents(name):
             stop = render._render(messages[: turn + 1], False)
             if not (full.startswith(stop) and stop.startswith(start)):
                 continue  # a template that looks ahead: the tests above hold its cases
-            low, high = (len(render._encode(part)["input_ids"]) for part in (start, stop))
+            low, high = (len(ids) for ids in render._encode([start, stop])["input_ids"])
             inside = [position for position in range(low, high) if row.supervised[position]]
             words = render.tokenizer.decode([row.input_ids[position] for position in inside])
             own = message["content"].split("</think>")[-1].strip()
@@ -328,4 +332,4 @@ def test_real_tokenizer_with_its_own_template():
     render = ChatRenderer(load_tokenizer("bundled:smollm2-135m"), ChatSection())
     row = render.row(chat("Say hi", "Hello, 日本 🙂!", "again", "Hello, 日本 🙂!\n"), LONG)
     assert labelled(render, row) == ["Hello, 日本 🙂!<|im_end|>", "Hello, 日本 🙂!\n<|im_end|>"]
-    assert render.prompt_mismatch(chat("Say hi", "Hello, 日本 🙂!", "again", "Hello, 日本 🙂!\n"), row) is None
+    assert mismatch(render, chat("Say hi", "Hello, 日本 🙂!", "again", "Hello, 日本 🙂!\n")) is None
