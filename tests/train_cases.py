@@ -6,18 +6,22 @@ import random
 from pathlib import Path
 from typing import Any
 
+import tiny
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 
-import tiny
 from headstart.data.packing import RowStore
 from headstart.data.rendering import Row
 from headstart.heads.store import build_head
-from headstart.recipe import Recipe, override
+from headstart.recipe import Recipe, load_recipe, override
 from headstart.target import Target
 from headstart.train.loop import Training
+from headstart.train.metrics import read_metrics
 from headstart.train.random_state import seed_everything
 from headstart.train.run_folder import open_run
+
+__all__ = ["Recipe", "load_recipe", "losses", "random_rows", "recipe", "training", "weights"]
 
 
 def recipe(*settings: str) -> Recipe:
@@ -76,3 +80,13 @@ def training(
     rows = random_rows(26) if rows is None else rows
     held_out = random_rows(5, seed=1, name="held") if held_out is None else held_out
     return Training(made, run, accelerator, target, head, rows, held_out)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a saved head."""
+    return load_file(folder / "head.safetensors")
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    """(step, loss) of every training line of a run."""
+    return [(line["step"], line["loss"]) for line in read_metrics(folder / "metrics.jsonl", "train")]

@@ -41,5 +41,6 @@ def steps_within(
     head.load_state_dict(weights)
     optimizer.load_state_dict(moments)
     optimizer.zero_grad(set_to_none=True)
-    slowest = accelerator.gather(torch.tensor([used], device=accelerator.device)).max().item()
-    return max(1, round(cpu_seconds / slowest))
+    of_ranks = accelerator.gather(torch.tensor([used], device=accelerator.device))
+    assert isinstance(of_ranks, torch.Tensor)
+    return max(1, round(cpu_seconds / of_ranks.max().item()))

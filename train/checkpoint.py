@@ -154,7 +154,7 @@ def refuse_broken_weights(head: nn.Module, step: int) -> None:
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, head: nn.Module) -> dict[str, Tensor]:
     """The optimiser's state as `{state/parameter: tensor}`; every value of torch's optimisers is a tensor."""
-    names = {parameter: name for name, parameter in head.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in head.named_parameters()}
     return {
         f"{key}/{names[parameter]}": value.detach().contiguous()
         for parameter, values in optimizer.state.items()

@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from torch import nn
 
 from headstart.data.rendering import Row
+from headstart.heads.medusa import MedusaHead
 from headstart.heads.store import save_head
 from headstart.loading import parse_dtype
 from headstart.recipe import Recipe
@@ -42,7 +43,7 @@ class Training:
         run: RunFolder,
         accelerator: Accelerator,
         target: Target,
-        head: nn.Module,
+        head: MedusaHead,
         rows: Sequence[Row],
         held_out: Sequence[Row],
     ):

@@ -32,7 +32,7 @@ class Metrics:
     def __init__(self, run: RunFolder, recipe: Recipe, accelerator: Accelerator, *, step: int):
         self.last_step = step
         self._file = None
-        self._trackers: list[GeneralTracker] = []
+        self._trackers: dict[str, GeneralTracker] = {}
         if not accelerator.is_main_process:
             return
         drop_lines_after(run.metrics, step)
@@ -40,7 +40,7 @@ class Metrics:
         for name in recipe.logging.trackers:
             tracker = start_tracker(name, run, recipe)
             if tracker is not None:
-                self._trackers.append(tracker)
+                self._trackers[name] = tracker
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         """One line of kind `train` or `held_out`; trackers get the same numbers as `kind/name`."""
@@ -51,23 +51,23 @@ class Metrics:
         self._file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
         self._file.flush()
         numbers = plain_numbers(values, f"{kind}/")
-        for tracker in list(self._trackers):
+        for name, tracker in list(self._trackers.items()):
             try:
                 tracker.log(numbers, step=step)
             except Exception as error:  # whatever a tracker does, the run goes on
-                self._trackers.remove(tracker)
-                _warn(f"the tracker {tracker.name} failed ({_short(error)}); going on without it")
+                del self._trackers[name]
+                _warn(f"the tracker {name} failed ({_short(error)}); going on without it")
 
     def close(self) -> None:
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-        for tracker in self._trackers:
+        for name, tracker in self._trackers.items():
             try:
                 tracker.finish()
             except Exception as error:
-                _warn(f"the tracker {tracker.name} did not finish ({_short(error)})")
+                _warn(f"the tracker {name} did not finish ({_short(error)})")
 
 
 def start_tracker(name: str, run: RunFolder, recipe: Recipe) -> GeneralTracker | None:

@@ -14,12 +14,13 @@ from torch import Tensor
 def random_state() -> dict[str, Tensor]:
     """States of Python's, numpy's and torch's generators (CUDA's of the current device too), on CPU."""
     version, words, gauss = random.getstate()
-    _, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    numpys = numpy.random.get_state(legacy=False)
+    assert isinstance(numpys, dict)
     state = {
         "python": torch.tensor([version, *words], dtype=torch.int64),
         "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-        "numpy": torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64),
-        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+        "numpy": torch.tensor([*numpys["state"]["key"].tolist(), numpys["state"]["pos"], numpys["has_gauss"]]),
+        "numpy_gauss": torch.tensor([numpys["gauss"]], dtype=torch.float64),
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():

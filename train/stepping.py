@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from headstart.data.packing import TokenBatch
 from headstart.errors import TrainingError
 from headstart.heads.base import HeadOutput
+from headstart.heads.medusa import MedusaHead
 from headstart.target import Target
 
 
@@ -24,11 +25,11 @@ class TrainModule(nn.Module):
     its own dtype. compute: bfloat16 for autocast around the head, whose weights stay in fp32.
     """
 
-    def __init__(self, target: Target, head: nn.Module, compute: torch.dtype):
+    def __init__(self, target: Target, head: MedusaHead, compute: torch.dtype):
         super().__init__()
         self.target_model = target.model.requires_grad_(False).eval()
         self.head = head
-        self._target = target
+        self._target, self._wants = target, head.wants
         self.compute = compute
 
     def train(self, mode: bool = True) -> TrainModule:
@@ -40,7 +41,7 @@ class TrainModule(nn.Module):
         target, kind = self._target, batch.input_ids.device.type
         with torch.no_grad(), torch.autocast(kind, enabled=False):
             masks = target.masks(*batch.attention())
-            features = target.forward(batch.input_ids, batch.position_ids, masks, layers=self.head.wants)
+            features = target.forward(batch.input_ids, batch.position_ids, masks, layers=self._wants)
         with torch.autocast(kind, torch.bfloat16) if self.compute == torch.bfloat16 else nullcontext():
             return self.head(features, batch, target.embedding, target.output)
 
@@ -71,8 +72,9 @@ class Totals:
     def over_ranks(self, accelerator: Accelerator) -> Totals:
         """The sums of all ranks, brought to the CPU in one transfer."""
         values = self._values()
-        flat = accelerator.reduce(torch.cat([value.flatten() for value in values]), reduction="sum").cpu()
-        parts = flat.split([value.numel() for value in values])
+        flat = accelerator.reduce(torch.cat([value.flatten() for value in values]), reduction="sum")
+        assert isinstance(flat, Tensor)
+        parts = flat.cpu().split([value.numel() for value in values])
         return Totals(*(part.reshape(value.shape) for part, value in zip(parts, values, strict=True)))
 
     def mean_loss(self) -> float:
@@ -133,7 +135,9 @@ def optimiser_step(
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(accelerator.num_processes / labels)  # the wrapper has averaged over ranks
-    norm = float(accelerator.clip_grad_norm_(parameters, float("inf") if clip is None else clip))
+    norm_tensor = accelerator.clip_grad_norm_(parameters, math.inf if clip is None else clip)
+    assert norm_tensor is not None
+    norm = float(norm_tensor)
     refuse_broken_gradient(module, norm, step)
     for group in optimizer.param_groups:
         group["lr"] = rate
