@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
-from typing import Self
 
 TERMINAL_SECONDS, LOG_SECONDS = 0.2, 30.0  # one line rewritten on a terminal, a new line now and then in a log
 
@@ -50,9 +49,11 @@ class Progress:
         line = ", ".join(parts)
         return line.ljust(79) if self._on_terminal else line
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Progress:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._on_terminal and self._shown > self._start:
             print("\r" + " " * 79, end="\r", file=sys.stderr, flush=True)

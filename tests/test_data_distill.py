@@ -1,0 +1,280 @@
+"""Distilling: every prompt answered once, whatever happens on the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from headstart.data.distill import Answer, Question, answer_from_tokens, distill
+from headstart.data.distill import run as run_distill
+from headstart.data.messages import Conversation
+from headstart.data.prepare import prepare
+from headstart.data.rendering import ChatRenderer, label_runs
+from headstart.errors import DataError
+from headstart.recipe import ChatSection, Recipe
+from tests import tiny
+
+SETTINGS = {"target": "tiny", "temperature": 0.0}
+
+
+def prompt(number: int, *questions: str) -> Conversation:
+    messages = tuple({"role": "user", "content": text} for text in questions or (f"q{number}",))
+    return Conversation(row_id=f"row {number}", origin=f"f:{number}", messages=messages, kind="k", topic="t")
+
+
+def echo(question: Question) -> Answer:
+    return Answer(question.request_id, question.messages[-1]["content"].upper(), cut=False, num_tokens=3)
+
+
+def in_order(questions: Iterator[Question]) -> Iterator[Answer]:
+    return map(echo, questions)
+
+
+def first_is_slowest(questions: Iterator[Question]) -> Iterator[Answer]:
+    """Three rows at once; the one that came first leaves last."""
+    at_work: list[Question] = []
+    for question in questions:
+        at_work.append(question)
+        if len(at_work) == 3:
+            yield echo(at_work.pop())
+    yield from map(echo, reversed(at_work))
+
+
+def all_at_once(questions: Iterator[Question]) -> Iterable[Answer]:
+    return [echo(question) for question in list(questions)]
+
+
+def renderer(**chat) -> ChatRenderer:
+    return ChatRenderer(tiny.tokenizer(), ChatSection(**chat))
+
+
+def answered(prompts: Iterable[Conversation], output: Path, generate=in_order, **options):
+    report = distill(prompts, generate, renderer(), output, settings=SETTINGS, **options)
+    return report, [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def texts(row: dict) -> list[str]:
+    return [message["content"] for message in row["messages"]]
+
+
+def test_a_row_per_prompt_with_the_targets_words(tmp_path):
+    report, rows = answered([prompt(1), prompt(2)], tmp_path / "out.jsonl")
+    assert rows[0] == {
+        "row_id": "row 1",
+        "kind": "k",
+        "topic": "t",
+        "messages": [{"role": "user", "content": "q1"}, {"role": "assistant", "content": "Q1"}],
+        "cut": False,
+        "temperature": 0.0,
+    }
+    assert (report.rows, report.kept, len(rows)) == (2, 2, 2)
+
+
+@pytest.mark.parametrize("generate", [in_order, first_is_slowest, all_at_once])
+def test_every_question_is_answered_in_sequence(tmp_path, generate):
+    """Also the last chat's, whose second question comes up when no prompt is left to draw."""
+    prompts = [prompt(number, *[f"{number}{turn}" for turn in "abc"[: number % 3 + 1]]) for number in range(8)]
+    _, rows = answered(prompts, tmp_path / "out.jsonl", generate)
+    assert sorted(row["row_id"] for row in rows) == sorted(one.row_id for one in prompts)
+    for row in rows:
+        number = row["row_id"].split()[1]
+        expected = [
+            text for turn in "abc"[: int(number) % 3 + 1] for text in (f"{number}{turn}", f"{number}{turn}".upper())
+        ]
+        assert texts(row) == expected
+
+
+def test_the_prompt_of_a_question_holds_the_answers_before_it(tmp_path):
+    asked: list[Question] = []
+
+    def generate(questions: Iterator[Question]) -> Iterator[Answer]:
+        for question in questions:
+            asked.append(question)
+            yield echo(question)
+
+    render = renderer(system="S")
+    distill([prompt(1, "a", "b")], generate, render, tmp_path / "out.jsonl", settings=SETTINGS)
+    assert [question.prompt_ids for question in asked] == [render.prompt(question.messages) for question in asked]
+    assert render.tokenizer.decode(asked[1].prompt_ids).startswith(
+        "<system>S<|turn_end|>\n<user>a<|turn_end|>\n<assistant>A"
+    )
+    assert [len(question.messages) for question in asked] == [1, 3]
+
+
+def test_other_peoples_answers_are_left_out_and_system_turns_kept(tmp_path):
+    messages = [("system", "s"), ("user", "a"), ("assistant", "foreign"), ("user", "b"), ("assistant", "foreign")]
+    conversation = Conversation(
+        row_id="r", origin="f:1", messages=tuple({"role": role, "content": text} for role, text in messages)
+    )
+    _, (row,) = answered([conversation], tmp_path / "out.jsonl")
+    assert texts(row) == ["s", "a", "A", "b", "B"]
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3])
+def test_a_stopped_run_goes_on_by_row_id(tmp_path, kept):
+    """B04: six prompts, the first the slowest, stopped after some; then exactly six rows, each once."""
+    output = tmp_path / "out.jsonl"
+    prompts = [prompt(number) for number in range(6)]
+
+    class Killed(Exception):
+        pass
+
+    def dies(questions: Iterator[Question]) -> Iterator[Answer]:
+        for count, answer in enumerate(first_is_slowest(questions)):
+            if count == kept:
+                raise Killed
+            yield answer
+
+    with pytest.raises(Killed):
+        answered(prompts, output, dies)
+    lines = output.read_text().splitlines()
+    assert len(lines) == kept
+    with output.open("a") as torn:
+        torn.write('{"row_id": "row 5", "mess')
+    report, rows = answered(prompts, output, first_is_slowest)
+    assert sorted(row["row_id"] for row in rows) == [f"row {number}" for number in range(6)]
+    assert output.read_text().splitlines()[:kept] == lines
+    assert (report.rows, report.kept) == (6, 6)
+    before = output.read_bytes()
+    answered(prompts, output)
+    assert output.read_bytes() == before
+
+
+def test_a_killed_process_loses_no_finished_row(tmp_path):
+    """kill -9 in the middle of answering."""
+    output = tmp_path / "out.jsonl"
+    script = (
+        "import sys, time; from tests.test_data_distill import *\n"
+        "def slow(questions):\n"
+        "    for count, question in enumerate(questions):\n"
+        "        if count == 3: print('now', flush=True); time.sleep(60)\n"
+        "        yield echo(question)\n"
+        "answered([prompt(number) for number in range(6)], Path(sys.argv[1]), slow)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(output)], stdout=subprocess.PIPE, cwd=Path(__file__).parents[1]
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"now\n"
+        os.kill(process.pid, signal.SIGKILL)
+    assert len(output.read_text().splitlines()) == 3
+    _, rows = answered([prompt(number) for number in range(6)], output)
+    assert [row["row_id"] for row in rows] == [f"row {number}" for number in range(6)]
+
+
+def test_going_on_with_other_settings_is_refused(tmp_path):
+    """B06: rows made another way are never mixed in; what differs is named."""
+    output = tmp_path / "out.jsonl"
+    answered([prompt(1)], output)
+    with pytest.raises(DataError, match=r"begun with temperature 0.0, this run has 0.7"):
+        distill([prompt(2)], in_order, renderer(), output, settings={**SETTINGS, "temperature": 0.7})
+    foreign = tmp_path / "foreign.jsonl"
+    foreign.write_text('{"text": "mine"}\n')
+    with pytest.raises(DataError, match="is there already"):
+        answered([prompt(1)], foreign)
+    assert foreign.read_text() == '{"text": "mine"}\n'
+    with output.open("a") as lines:
+        lines.write("rubbish\n")
+    with pytest.raises(DataError, match=r"out.jsonl:2 is no line that distilling wrote"):
+        answered([prompt(1)], output)
+
+
+def test_cut_and_empty_answers_end_their_chat(tmp_path):
+    """B08: a cut answer is marked, and gets no supervised turn end when it is read again."""
+
+    def cuts(questions: Iterator[Question]) -> Iterator[Answer]:
+        for question in questions:
+            last = question.messages[-1]["content"]
+            yield Answer(question.request_id, "" if last == "empty" else "words", cut=last == "cut")
+
+    prompts = [
+        prompt(1, "cut", "never asked"),
+        prompt(2, "fine", "cut"),
+        prompt(3, "fine", "empty"),
+        prompt(4, "empty"),
+    ]
+    output = tmp_path / "out.jsonl"
+    _, rows = answered(prompts, output, cuts)
+    found = {row["row_id"]: (texts(row), row["cut"]) for row in rows}
+    assert found == {
+        "row 1": (["cut", "words"], True),
+        "row 2": (["fine", "words", "cut", "words"], True),
+        "row 3": (["fine", "words"], False),
+        "row 4": (["empty", ""], False),
+    }
+    recipe = Recipe.model_validate(
+        {"name": "r", "target": {"name": "t"}, "head": {"type": "medusa"}, "data": {"train": [{"source": str(output)}]}}
+    )
+    tokenizer = tiny.tokenizer()
+    prepared = prepare(recipe, tokenizer)
+    shown = {
+        row.row_id: [tokenizer.decode(row.input_ids[start:end]) for start, end in label_runs(row)]
+        for row in [*prepared.train, *prepared.held_out]
+    }
+    end = "words<|turn_end|>"
+    assert shown == {"row 1": ["words"], "row 2": [end, "words"], "row 3": [end]}
+    assert prepared.reports[str(output)].skipped == {
+        "an empty answer": [f"line {1 + [r['row_id'] for r in rows].index('row 4')}"]
+    }
+
+
+def test_prompts_that_cannot_be_asked_are_counted(tmp_path):
+    prompts = [prompt(1), prompt(2, "long " * 50), Conversation(row_id="t", origin="f:3", text="plain")]
+    report, rows = answered(prompts, tmp_path / "out.jsonl", max_prompt_tokens=100)
+    assert [row["row_id"] for row in rows] == ["row 1"]
+    assert {reason: len(places) for reason, places in report.skipped.items()} == {
+        "prompt too long": 1,
+        "no user turn to answer": 1,
+    }
+
+
+def test_seeds_follow_from_the_row_alone(tmp_path):
+    def seeds(prompts: list[Conversation], name: str) -> dict[str, int]:
+        found: dict[str, int] = {}
+
+        def generate(questions: Iterator[Question]) -> Iterator[Answer]:
+            for question in questions:
+                found[question.request_id] = question.seed
+                yield echo(question)
+
+        distill(prompts, generate, renderer(), tmp_path / name, settings=SETTINGS)
+        return found
+
+    both = seeds([prompt(1, "a", "b"), prompt(2)], "one.jsonl")
+    alone = seeds([prompt(2)], "two.jsonl")
+    assert len(set(both.values())) == 3 and both["row 2/1"] == alone["row 2/1"]
+
+
+def test_blank_lines_are_ignored_and_an_empty_file_is_refused(tmp_path, capsys):
+    """B04: through the sources of a recipe."""
+    source = tmp_path / "prompts.jsonl"
+    source.write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n')
+    recipe = Recipe.model_validate(
+        {"name": "r", "target": {"name": "t"}, "head": {"type": "medusa"}, "data": {"train": [{"source": str(source)}]}}
+    )
+    output = tmp_path / "deep" / "out.jsonl"
+    run_distill(recipe, output, tokenizer=tiny.tokenizer(), generate=in_order)
+    assert [texts(json.loads(line)) for line in output.read_text().splitlines()] == [["a", "A"], ["b", "B"]]
+    assert "2 rows, 2 kept, 0 skipped" in capsys.readouterr().out
+    source.write_bytes(b"")
+    with pytest.raises(DataError, match="holds no rows"):
+        run_distill(recipe, tmp_path / "other.jsonl", tokenizer=tiny.tokenizer(), generate=in_order)
+
+
+def test_a_question_that_gets_no_answer_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="1 questions were not answered"):
+        answered([prompt(1), prompt(2)], tmp_path / "out.jsonl", lambda questions: list(in_order(questions))[:1])
+
+
+def test_the_end_token_is_no_part_of_the_answer():
+    tokenizer = tiny.tokenizer()
+    ends = (tiny.END, tiny.TURN_END)
+    done = answer_from_tokens(tokenizer, "r", [*b"ok", tiny.TURN_END], cut=False, end_token_ids=ends)
+    assert (done.text, done.cut, done.num_tokens) == ("ok", False, 3)
+    assert answer_from_tokens(tokenizer, "r", list(b"ok"), cut=True, end_token_ids=ends).text == "ok"
