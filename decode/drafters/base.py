@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -89,6 +89,7 @@ class Committed:
         return self.features.final[torch.arange(len(self.counts), device=last.device), last]
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Anything that proposes tokens. Rows are told by their order; see `select`."""
 
