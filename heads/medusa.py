@@ -34,13 +34,14 @@ class ResidualBlock(nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_heads, dim, dim))
         self.bias = nn.Parameter(torch.zeros(num_heads, dim))
 
-    def forward(self, states: Float[Tensor, "*batch some_heads dim"]) -> Float[Tensor, "*batch heads dim"]:
-        """states: one per head, or a single one that all heads share (the first block: one product for all)."""
+    def forward(self, states: Float[Tensor, "*batch given dim"], heads: int) -> Float[Tensor, "*batch heads dim"]:
+        """The first `heads` heads. states: one per head, or a single one that all share (one product for all)."""
+        weight, bias = self.weight[:heads], self.bias[:heads]
         if states.shape[-2] == 1:
-            inner = functional.linear(states[..., 0, :], self.weight.flatten(0, 1)).unflatten(-1, self.bias.shape)
+            inner = functional.linear(states[..., 0, :], weight.flatten(0, 1)).unflatten(-1, bias.shape)
         else:
-            inner = torch.einsum("...hd,hed->...he", states, self.weight)
-        return states + functional.silu(inner + self.bias)
+            inner = torch.einsum("...hd,hed->...he", states, weight)
+        return states + functional.silu(inner + bias)
 
 
 class MedusaHead(nn.Module):
@@ -123,12 +124,14 @@ class MedusaHead(nn.Module):
         )
         return loss(states, *self._own_output())
 
-    def draft_hidden(self, final: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch heads dim"]:
-        """The state of every head at each position, in the dtype of the head (under autocast, autocast's products)."""
+    def draft_hidden(
+        self, final: Float[Tensor, "*batch dim"], heads: int | None = None
+    ) -> Float[Tensor, "*batch heads dim"]:
+        """The state of the first `heads` heads (None: all) at each position, in the dtype of the head."""
         states = final.to(self.blocks[0].weight.dtype)[..., None, :]
         states = functional.dropout(states, self.config.dropout, self.training)
         for block in self.blocks:
-            states = block(states)
+            states = block(states, heads or self.config.num_heads)
         return states
 
     def draft_logits(
@@ -143,10 +146,13 @@ class MedusaHead(nn.Module):
         return self.logits(self.draft_hidden(final), selected)
 
     def logits(
-        self, states: Float[Tensor, "*batch heads dim"], rows: SelectedRows
+        self, states: Float[Tensor, "*batch heads dim"], rows: SelectedRows | None
     ) -> Float[Tensor, "*batch heads vocab"]:
-        """The same from states and output rows that were selected once, in the dtype of those rows."""
-        dtype = rows.weight.dtype
+        """The same from the states of the first heads, and output rows that were selected once.
+
+        rows: `draft_ids` and any others behind them; None for heads with own output matrices.
+        """
+        dtype = states.dtype if rows is None else rows.weight.dtype
         return self._project(states.to(dtype), rows, *(parameter.to(dtype) for parameter in self._own_output()))
 
     def _own_output(self) -> list[nn.Parameter]:
@@ -156,18 +162,19 @@ class MedusaHead(nn.Module):
 
     def _project(self, states: Tensor, rows: SelectedRows | None, *own: Tensor) -> Tensor:
         """The one way from states to logits, in training and drafting; all heads in one product."""
+        heads = states.shape[-2]
         if self.output_weight is not None:
             if rows is not None and len(rows.weight) != self.draft_vocab_size:
                 raise HeadError(
                     f"these heads have output matrices of {self.draft_vocab_size} rows of their own, "
                     f"{len(rows.weight)} were asked for; a vocabulary can be widened with `output: shared` only"
                 )
-            return torch.einsum("...hd,hvd->...hv", states.to(own[0].dtype), own[0])
+            return torch.einsum("...hd,hvd->...hv", states.to(own[0].dtype), own[0][:heads])
         assert rows is not None
         logits = rows.logits(states)
         if not own:
             return logits
-        down, up = own
+        down, up = (parameter[:heads] for parameter in own)
         correction = torch.einsum("...hr,hvr->...hv", torch.einsum("...hd,hrd->...hr", states.to(down.dtype), down), up)
         return logits + functional.pad(correction, (0, logits.shape[-1] - correction.shape[-1]))
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import tiny
 import torch
 
-import tiny
 from headstart.data.packing import TokenBatch, collate
 from headstart.data.rendering import Row
 from headstart.heads.base import HeadOutput

@@ -35,6 +35,10 @@ def target():
     return tiny.target("llama", dtype=torch.float64)
 
 
+def chunks_of(size: int, count: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, count, size)]
+
+
 @pytest.mark.parametrize("output", ["shared", "own", "low-rank"])
 def test_the_size_of_the_chunks_does_not_matter(target, output, monkeypatch):
     head = head_for(
@@ -44,11 +48,7 @@ def test_the_size_of_the_chunks_does_not_matter(target, output, monkeypatch):
     whole = loss_and_gradients(head, target, batch)
     hits = forward(head, target, batch).hits
     for size in (1, 7, 40):
-        monkeypatch.setattr(
-            ChunkedLoss,
-            "chunks",
-            lambda work, size=size: [slice(a, a + size) for a in range(0, len(work.labels), size)],
-        )
+        monkeypatch.setattr(ChunkedLoss, "chunks", lambda work, size=size: chunks_of(size, len(work.labels)))
         assert torch.equal(forward(head, target, batch).hits, hits)
         torch.testing.assert_close(loss_and_gradients(head, target, batch), whole, rtol=1e-10, atol=1e-10)
 

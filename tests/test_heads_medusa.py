@@ -53,10 +53,8 @@ def packed(*rows) -> TokenBatch:
 @pytest.mark.parametrize("small_vocab", [False, True])
 def test_the_loss_is_its_definition(target, output, small_vocab):
     vocab = vocab_of(range(0, 264, 3)) if small_vocab else None
-    rank = 4 if output == "low-rank" else None
-    head = head_for(
-        target, vocab, num_heads=3, num_layers=2, output=output, rank=rank, loss={"soft-ce": 0.7, "lk": 0.3}
-    )
+    settings = {"output": output, "rank": 4 if output == "low-rank" else None, "loss": {"soft-ce": 0.7, "lk": 0.3}}
+    head = head_for(target, vocab, num_heads=3, num_layers=2, **settings)
     batch = packed(row(11, range(5, 11), seed=1), row(9, [2, 3, 7], seed=2))
     total, _, found = loss_and_gradients(head, target, batch)
     head.zero_grad()

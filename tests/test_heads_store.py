@@ -38,9 +38,8 @@ def edit_config(folder, **changes):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_head_comes_back_bit_for_bit(target, tmp_path, settings, dtype):
-    head = head_for(target, vocab_of(range(0, 128, 2)), num_heads=3, loss={"soft-ce": 0.9, "tv": 0.1}, **settings).to(
-        dtype
-    )
+    head = head_for(target, vocab_of(range(0, 128, 2)), num_heads=3, loss={"soft-ce": 0.9, "tv": 0.1}, **settings)
+    head.to(dtype)
     loaded = load_head(save(head, target, tmp_path / "head"), target)
     assert loaded.config == head.config and not loaded.training
     assert loaded.state_dict().keys() == head.state_dict().keys()

@@ -1,0 +1,82 @@
+"""What a head would draft along a text that the target wrote: the ranks from which trees are tuned and acceptance is
+forecast, without decoding anything.
+
+At every base of the answer the head reads the same feature, and chooses from the same widened draft vocabulary, as its
+drafter would there; so `decode.cost.replay` of these ranks is, step by step, what the engine records with that tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from headstart.borrowed import OutputHead
+from headstart.decode.cost import RankedAnswer
+from headstart.heads.medusa import MedusaHead
+
+_CHUNK_ELEMENTS = 1 << 22
+"""Draft logits that are made at a time."""
+
+
+@torch.no_grad()
+def rank_answer(
+    head: MedusaHead,
+    output: OutputHead,
+    final: Float[Tensor, "tokens dim"],
+    token_ids: Sequence[int],
+    prompt_length: int,
+    *,
+    widen: bool = True,
+) -> RankedAnswer:
+    """The ranks that the heads gave to the tokens of one answer.
+
+    final: the target's final features of the text `token_ids` (prompt and answer; the last one's is not needed). The
+    head must be in the dtype in which it drafts (the target's), in evaluation mode. widen: as its drafter does.
+    """
+    text = torch.tensor(list(token_ids), device=final.device)
+    answer = text[prompt_length:]
+    depth = head.config.num_heads
+    ids = torch.arange(head.vocab_size, device=final.device) if head.vocab is None else head.vocab.ids
+    widen = widen and head.vocab is not None and head.output_weight is None
+    extra = _extra_ids(text, head) if widen else text[:0]
+    ids = torch.cat([ids, extra])
+    column = torch.full((head.vocab_size,), -1, dtype=torch.long, device=final.device)
+    column[ids] = torch.arange(len(ids), device=final.device)
+    rows = output.select(ids if head.vocab is not None else None) if head.output_weight is None else None
+    # an extra id can be drafted from the step on whose root is its first occurrence
+    first_seen = torch.tensor([int((text == token).nonzero()[0]) for token in extra], device=final.device)
+
+    ranks = torch.full((len(answer), depth), -1, dtype=torch.long, device=final.device)
+    first_base = 0 if prompt_length > 1 else 1  # a prompt of one token has no feature before its root
+    size = max(1, _CHUNK_ELEMENTS // (depth * len(ids)))
+    for start in range(first_base, len(answer), size):
+        bases = torch.arange(start, min(start + size, len(answer)), device=final.device)
+        root = prompt_length - 1 + bases
+        logits = head.logits(head.draft_hidden(final[root - 1]), rows)
+        if len(extra):
+            unseen = first_seen > root[:, None]
+            logits[..., len(ids) - len(extra) :].masked_fill_(unseen[:, None], -torch.inf)
+        at = bases[:, None] + torch.arange(depth, device=final.device)
+        labels = column[answer[at.clamp(max=len(answer) - 1)]]
+        ranks[bases] = _ranks(logits, labels.where(at < len(answer), -1))
+    return RankedAnswer(ranks.cpu())
+
+
+def _extra_ids(text: Int[Tensor, "tokens"], head: MedusaHead) -> Int[Tensor, "extra"]:
+    assert head.vocab is not None
+    distinct = text.unique()
+    return distinct[head.vocab.index_of(distinct) < 0]
+
+
+def _ranks(
+    logits: Float[Tensor, "bases depth vocab"], labels: Int[Tensor, "bases depth"]
+) -> Int[Tensor, "bases depth"]:
+    """How many choices stand before each label; -1 where it cannot be chosen. Equal logits: the lower column first."""
+    at = labels.clamp(min=0)[..., None]
+    own = logits.gather(-1, at)
+    columns = torch.arange(logits.shape[-1], device=logits.device)
+    before = ((logits > own) | ((logits == own) & (columns < at))).sum(-1)
+    return before.where((labels >= 0) & (own.squeeze(-1) > -torch.inf), -1)
