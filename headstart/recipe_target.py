@@ -37,5 +37,5 @@ def load_recipe_target(
         architecture, shrink=True, seed=recipe.seed, tokenizer=load_tokenizer(bundled.NAME), dtype=dtype
     )
     if device is not None:
-        target.model.to(torch.device(device))
+        target.model.to(torch.device(device))  # pyright: ignore[reportArgumentType]  (a wrapper without types)
     return target, replaced

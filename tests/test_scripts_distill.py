@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import tiny
@@ -47,18 +48,18 @@ def test_answers_are_the_targets_own_greedy_words_and_a_second_run_adds_nothing(
     assert text.startswith(first) and distill() == 0 and (folder / "answers.jsonl").read_text() == text
 
     target = tiny.target("llama", dtype=torch.float64)
+    model: Any = target.model
+    tokenizer: Any = target.tokenizer
     rows = [json.loads(line) for line in text.splitlines()]
     assert sorted(row["messages"][0]["content"] for row in rows) == sorted(PROMPTS)
     for row in rows:
-        prompt = target.tokenizer.apply_chat_template(
+        prompt = tokenizer.apply_chat_template(
             row["messages"][:1], add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        ids = target.model.generate(
-            **prompt, max_new_tokens=12, do_sample=False, eos_token_id=list(target.end_token_ids)
-        )
+        ids = model.generate(**prompt, max_new_tokens=12, do_sample=False, eos_token_id=list(target.end_token_ids))
         new = ids[0, prompt["input_ids"].shape[1] :].tolist()
         ended = new[-1] in target.end_token_ids
-        answer = target.tokenizer.decode(new[:-1] if ended else new)
+        answer = tokenizer.decode(new[:-1] if ended else new)
         assert row["messages"][1] == {"role": "assistant", "content": answer if ended else answer.rstrip("\ufffd")}
         assert row["cut"] == (not ended)
 
