@@ -1,0 +1,69 @@
+"""`headstart generate`: one answer, streamed as it is drafted and verified, with the acceptance length behind it.
+
+headstart generate --head runs/quickstart "Explain tides to a child."
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+
+from headstart.decode.drafters.base import Request
+from headstart.decode.engine import Engine, Generation
+from headstart.decode.prepack import prepack
+from headstart.decode.sampling import SamplingSettings
+from headstart.eval.acceptance import count_steps
+from headstart.eval.drafters import plan_drafter
+from headstart.eval.tables import number
+from headstart.eval.trained import open_trained
+
+
+def run(
+    head: str,
+    prompt: str,
+    *,
+    target: str | None = None,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    seed: int = 0,
+    device: str | None = None,
+    dtype: str | None = None,
+    allow_other_target: bool = False,
+) -> Generation:
+    """Prints the answer to `prompt` on standard output as it comes, and the figures on standard error."""
+    trained = open_trained(head, target, device=device, dtype=dtype)
+    plan = plan_drafter("head", trained.head, trained.recipe.eval.tree, allow_other_target)
+    prepack(trained.target)
+    engine = Engine(trained.target, plan.make(trained.target), budget=plan.budget)
+    request = Request(
+        prompt_ids=trained.renderer.prompt([{"role": "user", "content": prompt}]),
+        max_new_tokens=max_new_tokens,
+        settings=SamplingSettings(temperature=temperature, seed=seed),
+    )
+    last = Generation(request)
+    started = time.perf_counter()
+    for text, generation in stream_text(engine, request):
+        print(text, end="", flush=True)
+        last = generation
+    seconds = time.perf_counter() - started - last.prefill_seconds
+    counts = count_steps([last.steps])
+    print(
+        f"\n[{len(last.token_ids)} tokens, {len(last.token_ids) / max(seconds, 1e-9):.1f} tokens/s, "
+        f"acceptance length {number(counts.acceptance_length)} over {counts.steps} steps, "
+        f"prefill {last.prefill_seconds:.2f} s apart]",
+        file=sys.stderr,
+    )
+    return last
+
+
+def stream_text(engine: Engine, request: Request) -> Iterator[tuple[str, Generation]]:
+    """Pieces of text as they become certain: a character whose bytes are not all there yet waits for the rest."""
+    shown, generation = "", Generation(request)
+    for _, generation in engine.stream(request):
+        text = engine.target.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+        if not text.endswith("\ufffd"):
+            yield text[len(shown) :], generation
+            shown = text
+    rest = engine.target.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+    yield rest[len(shown) :], generation

@@ -1,0 +1,212 @@
+"""`headstart eval`: acceptance, speedup and identity of a head or of any drafter; writes the report.
+
+headstart eval --head runs/quickstart
+headstart eval --target bundled:smollm2-135m --drafters none,ngram --set eval.num_prompts=3
+headstart eval --head runs/quickstart --bench question.jsonl --set eval.num_prompts=60
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from headstart.data.progress import Progress
+from headstart.decode.drafters.base import NoDraft
+from headstart.decode.prepack import prepack
+from headstart.decode.sampling import SamplingSettings
+from headstart.eval import identity
+from headstart.eval.copies import in_float32
+from headstart.eval.drafters import DrafterPlan, plan_drafter
+from headstart.eval.prompts import Question, choose, load_questions
+from headstart.eval.report import build_report, lead, line, write_report
+from headstart.eval.summary import summarise
+from headstart.eval.tables import Report, headline
+from headstart.eval.timing import PLAIN, Contender, Measurement, time_arms
+from headstart.eval.trained import Trained, open_trained
+from headstart.target import Target
+from headstart.train.run_folder import environment
+
+TRANSFORMERS_QUESTIONS = 8
+"""How many questions `transformers.generate` answers too."""
+
+
+def run(
+    *,
+    head: str | None = None,
+    target: str | None = None,
+    drafters: Sequence[str] | None = None,
+    bench: str | None = None,
+    split: str | None = None,
+    overrides: Sequence[str] = (),
+    output: str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    allow_other_target: bool = False,
+) -> Report:
+    """Measures and writes the report of the first drafter named (default: the head), with the others beside it."""
+    if bench or split:
+        source = json.dumps({"source": bench or "bundled:chats", "split": split or "train"})
+        overrides = [*overrides, f"eval.prompts=[{source}]"]
+    trained = open_trained(head, target, overrides=overrides, device=device, dtype=dtype)
+    names = list(dict.fromkeys(drafters or (["head"] if head else [PLAIN])))
+    plans = [
+        plan_drafter(name, trained.head, trained.recipe.eval.tree, allow_other_target)
+        for name in names
+        if name != PLAIN
+    ]
+    report = measure(trained, plans)
+    folder = Path(output) if output else _default_folder(trained, names, bench)
+    paths = write_report(report, folder)
+    show(report, Console())
+    print("\n".join(str(path) for path in paths))
+    return report
+
+
+def measure(trained: Trained, plans: Sequence[DrafterPlan]) -> Report:
+    """The report of the first plan (of plain decoding alone, if there is none) at the first temperature; the other
+    drafters and temperatures are rows in its details."""
+    recipe, target = trained.recipe, trained.target
+    prepack(target)
+    contenders = {plan.name: Contender(plan.make(target), plan.budget) for plan in plans}
+    questions = choose(load_questions(recipe, target.tokenizer), recipe.eval.num_prompts)
+    reports: dict[float, dict[str, Report]] = {}
+    for temperature in recipe.eval.temperature:
+        measured = _decode(trained, contenders, questions, temperature)
+        reports[temperature] = {
+            plan.name: _report(trained, plan, contenders[plan.name], measured, temperature) for plan in plans
+        } or {PLAIN: _report(trained, None, Contender(NoDraft(), 1), measured, temperature)}
+    by_name = reports[recipe.eval.temperature[0]]
+    first, report = next(iter(by_name.items()))
+    report["details"]["drafters"] = [line(_without_path(name), one) for name, one in by_name.items()]
+    report["details"]["temperatures"] = [
+        line(f"temperature {temperature:g}", each[first]) for temperature, each in reports.items()
+    ]
+    return report
+
+
+def _decode(
+    trained: Trained, contenders: dict[str, Contender], questions: Sequence[Question], temperature: float
+) -> Measurement:
+    settings = trained.recipe.eval
+    total = sum(len(question.turns) for question in questions)
+    with Progress("decoding", total, unit="answers", extra="tokens") as progress:
+        return time_arms(
+            trained.target,
+            contenders,
+            questions,
+            trained.renderer,
+            max_new_tokens=settings.max_new_tokens,
+            settings=SamplingSettings(temperature=temperature, seed=trained.recipe.seed),
+            batch_size=settings.batch_size,
+            transformers_questions=TRANSFORMERS_QUESTIONS,
+            progress=lambda tokens: progress.add(1, tokens),
+        )
+
+
+def _report(
+    trained: Trained, plan: DrafterPlan | None, contender: Contender, measured: Measurement, temperature: float
+) -> Report:
+    recipe, name = trained.recipe, plan.name if plan else PLAIN
+    checked = check_identity(trained, plan, measured) if plan and temperature == 0 else None
+    return build_report(
+        summarise(measured, name),
+        title=f"{recipe.name if trained.run else _without_path(trained.target.name)}: {_without_path(name)}",
+        drafter_parameters=contender.drafter.num_parameters(),
+        forecast=plan.forecast if plan else {},
+        environment=_environment(trained.target),
+        settings={
+            "drafter": _without_path(name),
+            "nodes_at_most": contender.budget,
+            "tree": plan.tree if plan else None,
+            "temperature": temperature,
+            "max_new_tokens": recipe.eval.max_new_tokens,
+            "batch_size": recipe.eval.batch_size,
+            "questions": len({answer.question.question_id for answer in measured.answers}),
+            "prompts": [f"{_without_path(source.source)} ({source.split})" for source in recipe.eval.prompts]
+            or "held out in training",
+            "template_arguments": recipe.data.chat.arguments,
+            "prefill": "apart from all rates",
+            "warm_up": "discarded",
+        },
+        identity=checked,
+        notes=trained.notes,
+    )
+
+
+def check_identity(trained: Trained, plan: DrafterPlan, measured: Measurement) -> dict[str, Any] | None:
+    """Identity as `eval.identity` defines it, on the first `eval.identity_prompts` questions (None: on all)."""
+    settings, target = trained.recipe.eval, trained.target
+    if settings.identity_prompts == 0:
+        return None
+    chosen = list(dict.fromkeys(answer.question.question_id for answer in measured.answers))
+    chosen = set(chosen[: settings.identity_prompts])
+    answers = [answer for answer in measured.answers if answer.question.question_id in chosen]
+    prompts = [answer.prompt_ids for answer in answers]
+    plain, drafted = ([answer.arms[arm].token_ids for answer in answers] for arm in (PLAIN, plan.name))
+    limits = (settings.max_new_tokens, plan.budget)
+    half = None
+    if target.dtype in (torch.bfloat16, torch.float16):
+        wide = in_float32(target)
+        control = identity.control_texts(target, prompts, *limits)
+        half = identity.check_half_precision(target, wide, prompts, plain, drafted, control)
+        plain = identity.decode(wide, NoDraft(), prompts, settings.max_new_tokens, 1)
+        drafted = identity.decode(wide, plan.make(wide), prompts, *limits)
+        target = wide
+    full = identity.check_full_precision(target, prompts, plain, drafted, plan.budget)
+    return {
+        "prompts": len(chosen),
+        "full_precision": identity.as_dict(full),
+        "half_precision": identity.as_dict(half) if half else None,
+        "passed": full.passed and (half is None or half.passed),
+    }
+
+
+def show(report: Report, console: Console) -> None:
+    """The headline and the gates, on a terminal."""
+    console.print(f"[bold]{report['details']['title']}[/bold]")
+    console.print(lead(report), style="dim")
+    table = RichTable(box=None, show_header=False)
+    for row in headline(report).rows:
+        table.add_row(*row)
+    console.print(table)
+    for gate in report["details"]["gates"]:
+        style = {True: "green", False: "red", None: "yellow"}[gate["passed"]]
+        word = {True: "holds", False: "FAILS", None: "note"}[gate["passed"]]
+        console.print(f"[{style}]{word}[/{style}] {gate['name']}: {gate['text']}")
+
+
+def _environment(target: Target) -> dict[str, Any]:
+    """What the figures depend on besides the recipe; no paths."""
+    facts = environment(())
+    device = "cpu" if torch.device(target.device).type == "cpu" else facts["device"]
+    if device == "cpu" and not torch.cuda.is_available():
+        device = facts["device"]
+    kept = {key: facts[key] for key in ("date", "commit", "headstart", "python", "packages", "cores", "threads")}
+    return {
+        "target": _without_path(target.name),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": device,
+        "prepacked": bool(getattr(target, "prepacked", False)),
+        **kept,
+    }
+
+
+def _without_path(name: str) -> str:
+    """A local path by its last part alone, also behind `head:`: a report may be passed on."""
+    kind, colon, place = name.rpartition(":")
+    return kind + colon + (Path(place).name if Path(place).is_absolute() else place)
+
+
+def _default_folder(trained: Trained, names: Sequence[str], bench: str | None) -> Path:
+    """The run's folder; a folder in it for other prompts; without a run, a folder of its own under runs/."""
+    if trained.run is not None:
+        return trained.run / f"bench-{Path(bench).stem}" if bench else trained.run
+    words = [Path(trained.target.name).name, *names, *([Path(bench).stem] if bench else [])]
+    return Path("runs") / re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(words))

@@ -1,0 +1,220 @@
+"""The tables of a report, as text cells: the one source of report.md, report.html and what the terminal shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Report = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table. folded: long enough to be closed at first where that can be done."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
+    note: str = ""
+    folded: bool = False
+    words: list[int] = field(default_factory=list)
+    """Columns of prose."""
+
+
+def headline(report: Report) -> Table:
+    """The figures that are quoted, each with what it means."""
+    details = report["details"]
+    answers, steps = details["answers"], details["seconds_per_step"]
+    same = f"{report['identical_outputs']} of {report['compared_outputs']}"
+    rows = [
+        ["speedup over plain decoding", _with(report["speedup"], report["speedup_interval"]), "95% interval"],
+        [
+            "acceptance length",
+            _with(report["acceptance_length"], report["acceptance_length_interval"]),
+            "tokens a step",
+        ],
+        ["drafted", _figure(report["drafted_tokens_per_second"]), "tokens/s"],
+        ["plain, same engine", _figure(report["plain_tokens_per_second"]), "tokens/s"],
+        ["transformers.generate", _figure(report["transformers_generate_tokens_per_second"]), "tokens/s"],
+        ["forecast speedup", number(report["forecast_speedup"]), "by headstart tune"],
+        ["forecast acceptance length", number(report["forecast_acceptance_length"]), "by headstart tune"],
+        ["break-even acceptance length", number(steps["break_even_acceptance_length"]), "drafted step / plain step"],
+        ["identical texts", same, "drafted and plain, as measured"],
+        ["answers that loop, left out", str(answers["looping"]), f"of {answers['decoded']}"],
+        ["drafter", f"{report['drafter_parameters']:,}", "parameters"],
+    ]
+    return Table(
+        "Headline", ["figure", "value", ""], rows, "Rates are pooled: all tokens / all seconds, prefill apart."
+    )
+
+
+def tables(report: Report) -> list[Table]:
+    """All tables below the headline that have something to say."""
+    details = report["details"]
+    found = [
+        _groups("By category", details["by_category"]),
+        _groups("By kind", details["by_kind"] if _differs(details) else []),
+        _groups("Held out or seen", details["by_novelty"]),
+        _depths(details["per_depth"]),
+        _over_prompts(details["over_prompts"]),
+        _latency(report),
+        _step_times(details["seconds_per_step"]),
+        _memory(report["memory"]),
+        _groups("Answers that loop", details["looping"], "An 8-gram occurs three times. In no other figure."),
+        _identity(details["identity"]),
+        _several("All drafters", details["drafters"]),
+        _several("By temperature", details["temperatures"]),
+        _prompts(details["prompts"]),
+        _pairs("Settings", details["settings"]),
+        _pairs("Environment", report["environment"]),
+        Table("Formulas", ["name", "formula"], [[*pair] for pair in details["formulas"].items()], words=[1]),
+    ]
+    return [table for table in found if table.rows]
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "n/a" if value is None else f"{value:.{digits}f}"
+
+
+def _figure(value: float | None) -> str:
+    return number(value, 1)
+
+
+def _with(value: float | None, interval: Sequence[float] | None) -> str:
+    return number(value) + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
+
+
+def _differs(details: dict[str, Any]) -> bool:
+    return [row["name"] for row in details["by_kind"]] != [row["name"] for row in details["by_category"]]
+
+
+def _groups(title: str, rows: list[dict[str, Any]], note: str = "") -> Table:
+    return Table(
+        title,
+        ["", "answers", "acceptance length", "speedup", "plain tok/s", "drafted tok/s"],
+        [
+            [
+                row["name"],
+                str(row["answers"]),
+                _with(row["acceptance_length"], row["acceptance_length_interval"]),
+                number(row["speedup"]),
+                _figure(row["plain_tokens_per_second"]),
+                _figure(row["drafted_tokens_per_second"]),
+            ]
+            for row in rows
+        ],
+        note,
+    )
+
+
+def _depths(rows: list[dict[str, Any]]) -> Table:
+    return Table(
+        "By depth",
+        ["depth", "steps that reach it", "earlier ones accepted", "accepted", "conditional", "per position"],
+        [
+            [*(str(row[key]) for key in ("depth", "reached", "tested", "accepted")), number(row["conditional"])]
+            + [number(row["per_position"])]
+            for row in rows
+        ],
+    )
+
+
+def _over_prompts(figures: dict[str, Any]) -> Table:
+    rows = [
+        [name.replace("_", " "), number(values.get("pooled")), number(values["mean"]), number(values["median"])]
+        for name, values in figures.items()
+    ]
+    return Table("Over answers, each counted once", ["", "pooled", "mean", "median"], rows)
+
+
+def _latency(report: Report) -> Table:
+    rows = []
+    for key in ("time_to_first_token", "inter_chunk_latency"):
+        for arm in ("plain", "drafted"):
+            seconds = report[key][arm]
+            rows.append([f"{key.replace('_', ' ')}, {arm}", *(_milliseconds(seconds[name]) for name in ("p50", "p95"))])
+    return Table("Latency in ms", ["", "p50", "p95"], rows)
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return number(None if seconds is None else seconds * 1000, 1)
+
+
+def _step_times(steps: dict[str, Any]) -> Table:
+    parts = ("draft", "verify", "host", "other", "all")
+    rows = [[arm, *(_milliseconds(steps[arm][part]) for part in parts)] for arm in ("plain", "drafted")]
+    return Table("Time of a step in ms, mean", ["", *parts], rows)
+
+
+def _memory(memory: dict[str, Any]) -> Table:
+    keys = ("cache_bytes", "mask_bytes", "drafter_bytes", "total_bytes", "gpu_peak_bytes")
+    rows = [
+        [arm, *("n/a" if memory[arm][key] is None else f"{memory[arm][key] / 2**20:.2f}" for key in keys)]
+        for arm in ("plain", "drafted")
+    ]
+    note = "Bytes counted, beside the target's weights. A GPU's peak holds the weights and all arms' caches too."
+    return Table("Memory in MiB", ["", "cache", "largest mask", "drafter", "total", "GPU peak"], rows, note)
+
+
+def _identity(identity: dict[str, Any] | None) -> Table:
+    rows = []
+    for outcome in (identity or {}).values():
+        if not isinstance(outcome, dict):
+            continue
+        for key, value in outcome.items():
+            if isinstance(value, list):
+                value = f"{len(value)}" + (f", first {value[0]}" if value else "")
+            rows.append([f"{outcome['dtype']}: {key.replace('_', ' ')}", _cell(value)])
+    return Table("Identity", ["", ""], rows, words=[1])
+
+
+def _several(title: str, rows: list[dict[str, Any]]) -> Table:
+    return Table(
+        title,
+        ["", "speedup", "acceptance length", "drafted tok/s", "plain tok/s", "identical"],
+        [
+            [
+                row["name"],
+                _with(row["speedup"], row["speedup_interval"]),
+                _with(row["acceptance_length"], row["acceptance_length_interval"]),
+                _figure(row["drafted_tokens_per_second"]),
+                _figure(row["plain_tokens_per_second"]),
+                f"{row['identical_outputs']} of {row['compared_outputs']}",
+            ]
+            for row in rows
+        ]
+        if len(rows) > 1
+        else [],
+    )
+
+
+def _prompts(rows: list[dict[str, Any]]) -> Table:
+    header = ["question", "kind", "turn", "prompt", "plain", "drafted", "differs at", "loops", "tau", "speedup"]
+    cells = [
+        [
+            row["question"],
+            row["kind"],
+            str(row["turn"]),
+            *(str(row[key]) for key in ("prompt_tokens", "plain_tokens", "drafted_tokens")),
+            "" if row["first_difference"] is None else str(row["first_difference"]),
+            "yes" if row["loops"] else "",
+            number(row["acceptance_length"]),
+            number(row["speedup"]),
+        ]
+        for row in rows
+    ]
+    return Table("Every answer", header, cells, "Lengths in tokens.", folded=True)
+
+
+def _pairs(title: str, values: dict[str, Any]) -> Table:
+    rows = [[key.replace("_", " "), _cell(value)] for key, value in values.items()]
+    return Table(title, ["", ""], rows, words=[1])
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_cell(one)}" for key, one in value.items())
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "n/a" if value is None else str(value)

@@ -1,0 +1,97 @@
+"""What `--head RUN` and `--target NAME` stand for: the recipe, the target and the head's folder, checked and loaded."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headstart.data.rendering import ChatRenderer
+from headstart.decode.selfcheck import check_target
+from headstart.errors import HeadError, RecipeError
+from headstart.heads.store import read_description
+from headstart.recipe import ChatSection, Recipe, load_recipe
+from headstart.recipe_target import load_recipe_target
+from headstart.target import Target
+
+DEFAULT_RECIPE = "quickstart.yaml"
+"""Where the settings come from when no run is named."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A target ready to decode, and what is known of the head that drafts for it."""
+
+    recipe: Recipe
+    """The run's own, with what the command line changed."""
+    target: Target
+    renderer: ChatRenderer
+    run: Path | None
+    """The run's folder; None without a head, or where the head's folder alone was given."""
+    head: Path | None
+    """The head's folder."""
+    notes: list[str]
+    """What a reader of the report should know: template arguments that differ from those of training."""
+
+
+def open_trained(
+    head: str | Path | None = None,
+    target: str | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    device: str | None = None,
+    dtype: str | None = None,
+) -> Trained:
+    """Loads the target of a run (or the one named), after the self-check; the head itself is not loaded yet.
+
+    head: a run folder, or the folder of a head alone. target: replaces the one that the head was trained for; the
+    head's fingerprint is compared when it is loaded. Raises HeadstartError for what cannot be used.
+    """
+    run = folder = None
+    description: dict[str, Any] = {}
+    if head is not None:
+        run, folder = find_head(Path(head))
+        description = read_description(folder)
+    changes = list(overrides)
+    name = target
+    if run is not None:
+        source = str(run / "recipe.yaml")
+    else:
+        source = DEFAULT_RECIPE
+        name = target or (description["target"].get("name") if description else None)
+        if name is None:
+            raise RecipeError("neither a head nor a target is named; add --head RUN or --target NAME")
+    if name is not None:
+        changes = [f"target.name={name}", "target.architecture=null", *changes]
+    recipe = load_recipe(source, changes)
+    loaded, _ = load_recipe_target(recipe, device=device, dtype=dtype)
+    check_target(loaded)
+    notes = _template_notes(recipe, description)
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
+    return Trained(recipe, loaded, ChatRenderer(loaded.tokenizer, recipe.data.chat), run, folder, notes)
+
+
+def find_head(path: Path) -> tuple[Path | None, Path]:
+    """The run folder, if there is one, and the folder of its head."""
+    folder = path / "head" if (path / "head").is_dir() else path
+    if not folder.is_dir():
+        raise HeadError(f"there is no run {path}; name a folder that training wrote, such as runs/quickstart")
+    run = folder.parent if folder.name == "head" else path
+    return (run if (run / "recipe.yaml").is_file() else None), folder
+
+
+def _template_notes(recipe: Recipe, description: dict[str, Any]) -> list[str]:
+    """One sentence for each difference between the prompts of training and those of this evaluation."""
+    stored = description.get("training", {}).get("chat")
+    if stored is None:
+        return []
+    before, now = ChatSection.model_validate(stored), recipe.data.chat
+    return [
+        f"the head was trained with data.chat.{key}={getattr(before, key)!r}, this evaluation renders with "
+        f"{getattr(now, key)!r}: it drafts for another context than it learnt"
+        for key in ("arguments", "system")
+        if getattr(before, key) != getattr(now, key)
+    ]
