@@ -28,11 +28,17 @@ def read_architecture(path: str | Path) -> PreTrainedConfig:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         config_class = CONFIG_MAPPING[values["model_type"]]
+        return config_class.from_dict(values).get_text_config()
     except OSError as error:
         raise TargetError(f"there is no architecture file {path}; give the path of a published config.json") from error
-    except (ValueError, TypeError, KeyError) as error:
-        raise TargetError(f"{path} is no config.json whose model_type this transformers knows ({error})") from error
-    return config_class.from_dict(values).get_text_config()
+    except Exception as error:  # configuration classes check themselves, each in its own way
+        raise TargetError(
+            f"{path} is no config.json that this transformers can read ({_last_line(error)}); copy the published one"
+        ) from error
+
+
+def _last_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
 
 
 def compare_architecture(path: str | Path, target: Target) -> None:
@@ -63,42 +69,50 @@ def random_target(
     from headstart.loading import parse_dtype
     from headstart.target import Target
 
-    config = read_architecture(architecture)
+    published = read_architecture(architecture)
     replaced = [f"the weights of {Path(architecture).stem} by random numbers (seed {seed})"]
-    if shrink:
-        config, sentences = _shrink(config, tokenizer)
-        replaced += sentences
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    try:
+        config, sentences = _shrink(published, tokenizer) if shrink else (published, [])
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:
+        raise TargetError(
+            f"no random model can be made of {architecture} ({_last_line(error)}); use another architecture"
+        ) from error
+    replaced += sentences
     model.to(parse_dtype(dtype))
     return Target(model, tokenizer, name=f"random-{Path(architecture).stem}"), replaced
 
 
 def _shrink(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedConfig, list[str]]:
-    old = config.to_dict()
-    new = dict(old)
-    new |= _shrunk_attention(old) | _shrunk_layers(old) | _shrunk_experts(old)
+    published = config.to_dict()
+    own_names = config.attribute_map  # GPT-2 calls hidden_size n_embd
+    old = published | {usual: published[own] for usual, own in own_names.items() if own in published}
+    new = _shrunk_attention(old) | _shrunk_layers(old) | _shrunk_experts(old)
     new["vocab_size"] = _padded_vocabulary(int(old["vocab_size"]), len(tokenizer))
     new |= {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     new["initializer_range"] = 0.2  # 0.02 would leave a small model's attention without any effect
-    shown = {
-        "num_hidden_layers": "layers",
-        "hidden_size": "hidden size",
-        "num_attention_heads": "query heads",
-        "num_key_value_heads": "key heads",
-        "vocab_size": "vocabulary rows",
-        "sliding_window": "the window",
-        "num_experts": "experts",
-        "num_local_experts": "experts",
-        "n_routed_experts": "experts",
-    }
     changes = [
         f"{word} {old[key]} by {new[key]}"
-        for key, word in shown.items()
-        if old.get(key) is not None and old[key] != new[key]
+        for key, word in _WORDS.items()
+        if key in new and old.get(key) is not None and old[key] != new[key]
     ]
-    return type(config).from_dict(new), changes
+    own = {own_names.get(name, name): value for name, value in new.items()}
+    return type(config).from_dict(published | own), changes
+
+
+_WORDS = {
+    "num_hidden_layers": "layers",
+    "hidden_size": "hidden size",
+    "num_attention_heads": "query heads",
+    "num_key_value_heads": "key heads",
+    "vocab_size": "vocabulary rows",
+    "sliding_window": "the window",
+    "num_experts": "experts",
+    "num_local_experts": "experts",
+    "n_routed_experts": "experts",
+}
 
 
 def _shrunk_attention(old: dict[str, Any]) -> dict[str, Any]:
@@ -110,6 +124,8 @@ def _shrunk_attention(old: dict[str, Any]) -> dict[str, Any]:
     new_heads = group * new_key_heads
     head_dim = HEAD_DIM if new_heads * HEAD_DIM <= MAX_HIDDEN else max(2, MAX_HIDDEN // new_heads // 2 * 2)
     old_head_dim = int(old.get("head_dim") or old["hidden_size"] // heads)
+    if old.get("qk_rope_head_dim"):  # latent attention (DeepSeek, MiniCPM3): only a part of a head is rotated
+        old_head_dim = int(old["hidden_size"]) // heads
     # the published proportion of hidden size to attention width, in whole heads' widths
     ratio = int(old["hidden_size"]) / (heads * old_head_dim)
     hidden = min(MAX_HIDDEN, max(8, round(new_heads * head_dim * ratio / 8) * 8))
@@ -120,11 +136,9 @@ def _shrunk_attention(old: dict[str, Any]) -> dict[str, Any]:
         "intermediate_size": 2 * hidden,
         "ffn_dim": 2 * hidden,
         "word_embed_proj_dim": hidden,
-        "head_dim": head_dim,
         "rotary_dim": head_dim // 2,
         "query_pre_attn_scalar": head_dim,
         "attention_multiplier": head_dim**-0.5,
-        # latent attention (DeepSeek, MiniCPM3)
         "q_lora_rank": 24,
         "kv_lora_rank": 16,
         "qk_nope_head_dim": head_dim,
@@ -132,9 +146,12 @@ def _shrunk_attention(old: dict[str, Any]) -> dict[str, Any]:
         "qk_head_dim": head_dim + head_dim // 2,
         "v_head_dim": head_dim,
     }
+    new = {key: value for key, value in new.items() if old.get(key) is not None}
+    if "head_dim" in old:
+        new["head_dim"] = new.get("qk_rope_head_dim", head_dim)
     if old.get("rope_parameters"):
         new["rope_parameters"] = _shrunk_rope(old["rope_parameters"], old_head_dim, head_dim)
-    return {key: value for key, value in new.items() if old.get(key) is not None}
+    return new
 
 
 def _shrunk_rope(rope: dict[str, Any], old_head_dim: int, head_dim: int) -> dict[str, Any]:
@@ -153,23 +170,27 @@ def _shrunk_rope(rope: dict[str, Any], old_head_dim: int, head_dim: int) -> dict
 
 
 def _shrunk_layers(old: dict[str, Any]) -> dict[str, Any]:
-    """The first layers, with one of every kind among them."""
-    count = min(MAX_LAYERS, int(old["num_hidden_layers"]))
+    """The first layers, with one of every kind among them, in everything that is listed by layer."""
+    num_layers = int(old["num_hidden_layers"])
+    count = min(MAX_LAYERS, num_layers)
+    kinds = old.get("layer_types") or [None] * num_layers
+    later = [kinds.index(kind) for kind in dict.fromkeys(kinds) if kind not in kinds[:count]]
+    kept = [*range(count - len(later)), *later]
     new: dict[str, Any] = {"num_hidden_layers": count}
-    for key in ("layer_types", "mlp_layer_types", "no_rope_layers"):
-        kinds = old.get(key)
-        if kinds:
-            later = [kind for kind in dict.fromkeys(kinds) if kind not in kinds[:count]]
-            new[key] = [*kinds[: count - len(later)], *later]
+    for key, value in old.items():
+        if isinstance(value, list) and len(value) == num_layers:
+            new[key] = [value[layer] for layer in kept]
+    if old.get("per_layer_config"):  # Gemma 4
+        own = {int(layer): settings for layer, settings in old["per_layer_config"].items()}
+        new["per_layer_config"] = {place: own[layer] for place, layer in enumerate(kept) if layer in own}
     if old.get("sliding_window"):
         new["sliding_window"] = min(int(old["sliding_window"]), WINDOW)
     if old.get("max_window_layers") is not None:
-        share = old["max_window_layers"] / old["num_hidden_layers"]
-        new["max_window_layers"] = math.ceil(count * min(1.0, share))
+        new["max_window_layers"] = math.ceil(count * min(1.0, old["max_window_layers"] / num_layers))
     if old.get("first_k_dense_replace") is not None:
         new["first_k_dense_replace"] = min(1, int(old["first_k_dense_replace"]))
     if old.get("mlp_only_layers"):
-        new["mlp_only_layers"] = [layer for layer in old["mlp_only_layers"] if layer < count]
+        new["mlp_only_layers"] = [place for place, layer in enumerate(kept) if layer in old["mlp_only_layers"]]
     return new
 
 

@@ -20,6 +20,31 @@ if TYPE_CHECKING:
     from headstart.target import Target
 
 
+def input_module(model: PreTrainedModel) -> nn.Module:
+    """The embedding as it stands now: a decode copy may have swapped modules since the target was wrapped."""
+    return _present(model.get_input_embeddings(), model, "embedding")
+
+
+def output_module(model: PreTrainedModel) -> nn.Module:
+    """The output head's linear layer as it stands now."""
+    return _present(model.get_output_embeddings(), model, "output head")
+
+
+def _present(module: nn.Module | None, model: PreTrainedModel, what: str) -> nn.Module:
+    if module is None:
+        raise TargetError(
+            f"a {model.config.model_type} model without {what} is no target; name a causal language model"
+        )
+    return module
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """Its weight, sharded or not."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight
+
+
 def weight_shape(weight: Tensor) -> tuple[int, int]:
     """Rows and columns of a weight as the model defines it, also where ZeRO-3 left an empty tensor in its place."""
     shape = getattr(weight, "ds_shape", weight.shape)
@@ -57,12 +82,12 @@ class Embedding:
     def __init__(self, model: PreTrainedModel):
         self._model = model
         self.multiplier = _embedding_multiplier(model)
-        self.vocab_size = weight_shape(model.get_input_embeddings().weight)[0]
+        self.vocab_size = weight_shape(weight_of(input_module(model)))[0]
 
     def __call__(self, ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch dim"]:
         """Vectors of token ids, with the model's own scale; in the dtype of the embedding's weight."""
         # The module, not its weight: Gemma's embedding scales by itself, and ZeRO-3 gathers in its hooks.
-        vectors = _call(self._model.get_input_embeddings(), ids)
+        vectors = _call(input_module(self._model), ids)
         return vectors if self.multiplier == 1.0 else vectors * self.multiplier
 
     embed = __call__
@@ -76,7 +101,7 @@ class OutputHead:
         self._final_norm = final_norm
         self.scale = _logit_scale(model.config.get_text_config())
         self.soft_cap: float | None = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-        self.vocab_size = weight_shape(model.get_output_embeddings().weight)[0]
+        self.vocab_size = weight_shape(weight_of(output_module(model)))[0]
 
     def logits(
         self, hidden: Float[Tensor, "*batch dim"], rows: Int[Tensor, " rows"] | None = None, *, norm: bool = False
@@ -90,17 +115,17 @@ class OutputHead:
             hidden = self.normalise(hidden)
         if rows is not None:
             return self.select(rows).logits(hidden)
-        module = self._model.get_output_embeddings()
-        return self._finish(_call(module, _match(hidden, module.weight)))
+        module = output_module(self._model)
+        return self._finish(_call(module, _match(hidden, weight_of(module))))
 
     def select(self, rows: Int[Tensor, " rows"] | None = None) -> SelectedRows:
         """The weights of some output rows (None: all), gathered once, for a loop over chunks of positions."""
-        bias = getattr(self._model.get_output_embeddings(), "bias", None)
+        bias = getattr(output_module(self._model), "bias", None)
         return SelectedRows(self, self.weight_rows(rows), None if bias is None else read_weight(bias, rows))
 
     def weight_rows(self, rows: Int[Tensor, " rows"] | None = None) -> Float[Tensor, "rows dim"]:
         """Rows of the output weight by target id, in that order, without gradient; None: the whole weight."""
-        return read_weight(self._model.get_output_embeddings().weight, rows)
+        return read_weight(weight_of(output_module(self._model)), rows)
 
     def normalise(self, hidden: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
         """The model's final norm."""
@@ -138,7 +163,7 @@ def _match(hidden: Tensor, weight: Tensor) -> Tensor:
 def _embedding_multiplier(model: PreTrainedModel) -> float:
     """What the model's forward, not its embedding module, multiplies embeddings with."""
     config = model.config.get_text_config()
-    if hasattr(model.get_input_embeddings(), "embed_scale"):  # Gemma, MiniCPM: the module scales by itself
+    if hasattr(input_module(model), "embed_scale"):  # Gemma, MiniCPM: the module scales by itself
         return 1.0
     if getattr(config, "mup_enabled", False):  # AFMoE
         return float(config.hidden_size**0.5)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from headstart.borrowed import read_weight
+from headstart.borrowed import input_module, output_module, read_weight, weight_of
 from headstart.errors import TargetError
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ def fingerprint(target: Target) -> dict[str, Any]:
                 "config": {key: config[key] for key in VALUE_KEYS if config.get(key) is not None},
                 "tokenizer": _tokenizer_facts(target),
                 "weights": {
-                    "embedding": _checksum(target.model.get_input_embeddings().weight),
-                    "output": _checksum(target.model.get_output_embeddings().weight),
+                    "embedding": _checksum(weight_of(input_module(target.model))),
+                    "output": _checksum(weight_of(output_module(target.model))),
                     "middle": _checksum(_middle_matrix(target)),
                 },
             },

@@ -53,9 +53,10 @@ def load_model(
             raise TargetError(f"{name} is an encoder-decoder model; name a decoder-only causal language model")
         if "gguf_file" in options and hasattr(transformers, "GgufConfig"):  # newer versions would keep weights packed
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, config=config, dtype=dtype, output_loading_info=True, **options
         )
+        model, report = loaded
         # transformers fills what is missing with random numbers and goes on
         missing = sorted(report["missing_keys"])
         if missing:
@@ -66,7 +67,7 @@ def load_model(
         return model.to(device)
 
 
-def _without_quantizer(model: PreTrainedModel) -> PreTrainedModel:
+def _without_quantizer(model: Any) -> Any:
     """A GGUF file's weights come dequantised, in a model that still calls itself quantised and refuses to be saved."""
     config = model.config
     if hasattr(config, "quantization_config"):

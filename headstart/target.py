@@ -26,14 +26,14 @@ from transformers import (
 )
 
 from headstart.architecture import compare_architecture
-from headstart.borrowed import Embedding, OutputHead, check_borrowed, weight_shape
+from headstart.borrowed import Embedding, OutputHead, check_borrowed, output_module, weight_of, weight_shape
 from headstart.errors import TargetError
 from headstart.fingerprint import check_fingerprint, fingerprint
 from headstart.loading import load_model, load_tokenizer, parse_dtype
 
 __all__ = ["Embedding", "Features", "OutputHead", "Target", "check_fingerprint", "load_target", "load_tokenizer"]
 
-FINAL_NORM_NAMES = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f", "final_norm")
+FINAL_NORM_NAMES = ("norm ln_f final_layernorm final_layer_norm norm_f final_norm layer_norm embedding_norm").split()
 UNLIMITED_POSITIONS = 2**31 - 1
 
 
@@ -61,16 +61,14 @@ class Target:
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, name: str):
         model.eval().requires_grad_(False)
-        if model.get_output_embeddings() is None or model.get_input_embeddings() is None:
-            raise TargetError(f"{name} ({model.config.model_type}) has no output head to draft for; name a causal LM")
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.config = model.config.get_text_config()
-        self.decoder: nn.Module = model.get_decoder()
+        self.decoder = _find_decoder(model)
         self.layers, final_norm = _find_layers(self.decoder, self.config.num_hidden_layers, name)
         self.embedding = Embedding(model)
         self.output = OutputHead(model, final_norm)
         self.hidden_size = int(self.config.hidden_size)
-        output_width = weight_shape(model.get_output_embeddings().weight)[1]
+        output_width = weight_shape(weight_of(output_module(model)))[1]
         if output_width != self.hidden_size:
             raise TargetError(
                 f"{name} has an output head of width {output_width} on a hidden size of {self.hidden_size}, which "
@@ -85,6 +83,7 @@ class Target:
         self.layer_windows: tuple[int | None, ...] = tuple(
             int(window) if kind == "sliding_attention" and window else None for kind in self._layer_kinds
         )
+        self.prepacked = False  # set where its linear layers were swapped for faster ones
         self._selects_states = "hidden_states" in (getattr(self.decoder, "_can_record_outputs", None) or {})
         self._parameters = inspect.signature(self.decoder.forward).parameters
 
@@ -113,8 +112,8 @@ class Target:
         if unknown:
             kinds = ", ".join(unknown)
             raise TargetError(
-                f"{self.name} has layers of kind {kinds}, whose state cannot be rolled back when drafts are rejected; "
-                "use a target with full or sliding-window attention"
+                f"{self.name} has layers of kind {kinds}, in which a tree of drafts cannot be verified and rolled "
+                "back; use a target with full or sliding-window attention"
             )
         masks = {}
         for kind, window in dict(zip(self._layer_kinds, self.layer_windows, strict=True)).items():
@@ -191,6 +190,13 @@ class _TapHooks:
         return keep
 
 
+def _find_decoder(model: PreTrainedModel) -> nn.Module:
+    """The model without its output head."""
+    decoder = model.get_decoder()
+    # Llama 4's class names a prefix that it has not, and is then its own decoder
+    return decoder if decoder is not model else getattr(model, "model", model)
+
+
 def _find_layers(decoder: nn.Module, num_layers: int, name: str) -> tuple[nn.ModuleList, nn.Module | None]:
     """The list of decoder layers, and the final norm beside it (None: not found)."""
     for owner in decoder.modules():
@@ -222,11 +228,11 @@ def _end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, v
 def _layer_kinds(config: transformers.PreTrainedConfig, num_layers: int) -> list[str]:
     """The kind of attention of each layer, in the words of `config.layer_types`."""
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)  # GPT-Neo: global, local
     if kinds is None:
         all_sliding = window is not None and getattr(config, "use_sliding_window", True)
         return ["sliding_attention" if all_sliding else "full_attention"] * num_layers
-    return [str(kind) for kind in kinds[:num_layers]]
+    return ["full_attention" if kind == "global" else str(kind) for kind in kinds[:num_layers]]
 
 
 def load_target(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import tiny
 import torch
@@ -97,9 +99,10 @@ def test_windows_come_from_the_configuration(family, windows):
     assert target.layer_windows == tuple(windows)
     _, _, allowed, distance = causal(LENGTH)
     masks = target.masks(allowed, distance)
-    mixed = len(set(windows)) > 1
-    assert isinstance(masks, dict) == mixed
-    for kind, mask in masks.items() if mixed else [("sliding_attention" if windows[0] else "full_attention", masks)]:
+    assert isinstance(masks, dict) == (len(set(windows)) > 1)
+    if not isinstance(masks, dict):
+        masks = {"sliding_attention" if windows[0] else "full_attention": masks}
+    for kind, mask in masks.items():
         assert mask.shape == (1, 1, LENGTH, LENGTH) and mask.dtype == target.dtype
         seen_by_last = int((mask[0, 0, -1] == 0).sum())
         assert seen_by_last == (16 if kind == "sliding_attention" else LENGTH)
@@ -150,11 +153,22 @@ def test_families_that_cannot_take_a_tree_end_in_one_sentence(family):
         assert family == "falcon-alibi"  # takes the arguments and fails on them: found by the self-check
 
 
+def test_local_attention_of_an_older_kind_is_refused():
+    """GPT-Neo cuts its windows by place in the cache, inside its own attention: a tree would be cut wrongly."""
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+    sizes: Any = {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 264, "max_position_embeddings": 64}
+    model = GPTNeoForCausalLM(GPTNeoConfig(**sizes, attention_types=[[["global", "local"], 1]]))
+    target = Target(model, tiny.tokenizer(), name="neo")
+    with pytest.raises(TargetError, match="kind local"):
+        target.masks(*causal(4)[2:])
+
+
 def test_an_encoder_is_refused():
     from transformers import BertConfig, BertModel
 
     bert = BertModel(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16))
-    with pytest.raises(TargetError, match="no output head"):
+    with pytest.raises(TargetError, match="without output head"):
         Target(bert, tiny.tokenizer(), name="bert")
 
 

@@ -143,7 +143,7 @@ def test_a_head_dim_of_its_own_stays_apart_from_hidden_over_heads(tmp_path):
     config = target.config
     attention_width = config.num_attention_heads * config.head_dim
     assert attention_width / target.hidden_size == pytest.approx(32 * 128 / 2560, rel=0.05)
-    assert config.tie_word_embeddings and "q_norm" in dict(target.layers[0].self_attn.named_children())
+    assert config.tie_word_embeddings and any("q_norm" in name for name, _ in target.layers[0].named_modules())
     assert runs(target)
 
 
@@ -164,6 +164,27 @@ def test_factors_per_frequency_fit_the_new_width(tmp_path):
     target, _ = shrunk(tmp_path, PHI3)
     assert len(target.config.rope_parameters["short_factor"]) == 8  # 48 of a head of 96, for a head of 16
     assert runs(target)
+
+
+def test_a_family_with_names_of_its_own(tmp_path):
+    """GPT-2 says n_embd, n_layer and n_head; the shrunk one is no different."""
+    values = {
+        "model_type": "gpt2",
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_positions": 1024,
+        "vocab_size": 50257,
+    }
+    target, replaced = shrunk(tmp_path, values)
+    assert (target.num_layers, target.hidden_size, target.vocab_size) == (4, 64, 261)
+    assert "hidden size 768 by 64" in replaced and target.max_positions == 1024
+    assert runs(target)
+
+
+def test_what_cannot_be_shrunk_is_one_sentence(tmp_path):
+    with pytest.raises(TargetError, match="no random model can be made"):
+        shrunk(tmp_path, {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 264})
 
 
 def test_the_same_seed_gives_the_same_weights(tmp_path):

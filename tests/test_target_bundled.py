@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import tiny
 import torch
@@ -84,7 +86,7 @@ def test_fetching_installs_without_requirements_and_only_once(monkeypatch):
 
 @pytest.mark.skipif(not bundled._installed(), reason="`headstart fetch-demo` has not been run")
 def test_smollm2_loads_and_its_fingerprint_is_stable():
-    target = load_target(bundled.NAME, architecture=None)
+    target = load_target(bundled.NAME, device="cpu")
     assert (target.hidden_size, target.num_layers, target.vocab_size) == (576, 30, 49152)
     assert target.end_token_ids == (2,) and target.max_positions == 8192
     assert target.layer_windows == (None,) * 30
@@ -95,10 +97,11 @@ def test_smollm2_loads_and_its_fingerprint_is_stable():
         "middle": "8e3feb0d3626324d0d4c46ad623cd523",
     }
     assert stored["tokenizer"]["template"] == "dc126cf0155881b6f71b8e9a239956ae"
-    prompt = target.tokenizer.apply_chat_template(
+    prompt: Any = target.tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}],
         add_generation_prompt=True,
         return_tensors="pt",
     )
-    text = target.model.generate(**prompt, max_new_tokens=8, do_sample=False)
+    model: Any = target.model
+    text = model.generate(**prompt, max_new_tokens=8, do_sample=False)
     assert "Paris" in target.tokenizer.decode(text[0, prompt["input_ids"].shape[1] :])

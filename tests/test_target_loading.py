@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import tiny
@@ -14,7 +15,7 @@ from headstart.target import load_target, load_tokenizer
 
 
 def load(folder, **options):
-    return load_target(str(folder), **{"dtype": "float32", **options})
+    return load_target(str(folder), **{"dtype": "float32", "device": "cpu", **options})
 
 
 @pytest.mark.parametrize("family", ["llama", "tied", "hyb", "gpt2", "opt", "granite"])
@@ -113,7 +114,7 @@ def test_a_name_that_leads_nowhere_is_one_sentence(name, reason):
 def test_models_of_another_kind_are_refused(tmp_path):
     from transformers import BertConfig, BertModel, T5Config, T5Model
 
-    sizes = {"vocab_size": 264, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes: Any = {"vocab_size": 264, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
     BertModel(BertConfig(**sizes, num_hidden_layers=1)).save_pretrained(tmp_path / "bert")
     T5Model(T5Config(vocab_size=264, d_model=16, num_layers=1, num_heads=2, d_ff=16)).save_pretrained(tmp_path / "t5")
     for name, reason in (("bert", "lacks the weights"), ("t5", "encoder-decoder")):
