@@ -53,6 +53,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_recipe(verb)
     verb.add_argument("--smoke", action="store_true", help="a few steps on CPU, with everything large replaced")
     verb.add_argument("--resume", action="store_true", help="go on with the run of this name")
+    verb.add_argument("--name", help="name of the run; default: the recipe's")
+    verb.add_argument("--output", metavar="DIR", help="where runs stand (runs)")
     verb.add_argument("--accelerate", metavar="FILE", help="launch configuration, such as eight-gpu.yaml")
     verb.add_argument("--cpu", action="store_true", help="one process on the CPU, also where there is a GPU")
 
@@ -79,6 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     verb.add_argument("--bench", metavar="FILE", help="prompts from a file; default: what the recipe says")
     verb.add_argument("--split", help="split of those prompts")
     verb.add_argument("--output", metavar="DIR", help="where the report goes; default: the run folder")
+    _add_other_target(verb)
     _add_set(verb, "eval.num_prompts=3")
     _add_device(verb)
 
@@ -89,6 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
     verb.add_argument("--max-new-tokens", type=_positive, default=256, metavar="N", help="longest answer (%(default)s)")
     verb.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     verb.add_argument("--seed", type=int, default=0, metavar="N", help="what sampling follows from (%(default)s)")
+    _add_other_target(verb)
     _add_device(verb)
     return parser
 
@@ -114,8 +118,12 @@ def launch_command(arguments: argparse.Namespace) -> tuple[dict[str, str], list[
     words = ["--recipe", str(find_recipe(arguments.recipe))]
     for override in arguments.set:
         words += ["--set", override]
+    for option in ("name", "output"):
+        if getattr(arguments, option):
+            words += [f"--{option}", getattr(arguments, option)]
     words += [f"--{flag}" for flag in ("smoke", "resume") if getattr(arguments, flag)]
-    return variables, ["accelerate", "launch", *launch, "-m", TRAINING_SCRIPTS[recipe.head.type], *words]
+    # --quiet: a mistake ends in the script's own sentence and status, without accelerate's traceback over it
+    return variables, ["accelerate", "launch", "--quiet", *launch, "-m", TRAINING_SCRIPTS[recipe.head.type], *words]
 
 
 def _train(arguments: argparse.Namespace) -> None:
@@ -175,6 +183,7 @@ def _eval(arguments: argparse.Namespace) -> None:
         output=arguments.output,
         device=arguments.device,
         dtype=arguments.dtype,
+        allow_other_target=arguments.allow_other_target,
     )
 
 
@@ -190,6 +199,7 @@ def _generate(arguments: argparse.Namespace) -> None:
         seed=arguments.seed,
         device=arguments.device,
         dtype=arguments.dtype,
+        allow_other_target=arguments.allow_other_target,
     )
 
 
@@ -213,6 +223,12 @@ def _add_set(verb: argparse.ArgumentParser, example: str = "train.lr=2e-5") -> N
 def _add_device(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--device", help="cpu, cuda, cuda:1; default: the first GPU, or else the CPU")
     verb.add_argument("--dtype", help="float32, bfloat16, ...; default: what the recipe says")
+
+
+def _add_other_target(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--allow-other-target", action="store_true", help="use the head though it was trained for another target"
+    )
 
 
 def _positive(text: str) -> int:

@@ -121,7 +121,7 @@ def test_train_checks_the_recipe_then_prints_and_becomes_the_launch_line(monkeyp
     cli.main([*words, "--accelerate", "two-cpu.yaml"])
     launch_file, recipe = PACKAGED / "accelerate" / "two-cpu.yaml", PACKAGED / "llama70b.yaml"
     line = (
-        f"launch --config_file {launch_file} -m headstart.train.medusa --recipe {recipe} "
+        f"launch --quiet --config_file {launch_file} -m headstart.train.medusa --recipe {recipe} "
         "--set 'data.chat.system=Be brief.' --smoke"
     )
     assert capsys.readouterr().out == f"ACCELERATE_USE_CPU=true accelerate {line}\n"
@@ -134,11 +134,13 @@ def test_train_checks_the_recipe_then_prints_and_becomes_the_launch_line(monkeyp
 
 def test_launch_lines_for_one_process_and_for_gpus():
     variables, words = launch_line("--recipe", "quickstart.yaml", "--cpu", "--resume")
-    assert variables == {} and words[2:5] == ["--cpu", "--num_processes", "1"] and words[-1] == "--resume"
-    assert launch_line("--recipe", "quickstart.yaml")[1][2:4] == ["-m", "headstart.train.medusa"]
+    assert variables == {} and words[3:6] == ["--cpu", "--num_processes", "1"] and words[-1] == "--resume"
+    _, words = launch_line("--recipe", "quickstart.yaml", "--name", "second", "--output", "elsewhere")
+    assert words[-4:] == ["--name", "second", "--output", "elsewhere"]
+    assert launch_line("--recipe", "quickstart.yaml")[1][3:5] == ["-m", "headstart.train.medusa"]
     for name in ("one-gpu.yaml", "eight-gpu.yaml"):
         variables, words = launch_line("--recipe", "llama8b.yaml", "--accelerate", name)
-        assert variables == {} and words[3].endswith(name)
+        assert variables == {} and words[4].endswith(name)
     with pytest.raises(HeadstartError, match="two-cpus.*did you mean two-cpu"):
         launch_line("--recipe", "quickstart.yaml", "--accelerate", "two-cpus.yaml")
 
