@@ -265,7 +265,7 @@ class Engine:
                 generation.finish_reason = reason
                 finished.append(generation)
         if finished:
-            self._select(staying)
+            self._select(_fill_holes(staying))
         return finished
 
     def _fit(self, tree: TokenTree) -> TokenTree:
@@ -334,3 +334,10 @@ class Engine:
         if self.rows.device.type == "cuda":
             torch.cuda.synchronize(self.rows.device)
         return time.perf_counter()
+
+
+def _fill_holes(staying: list[int]) -> list[int]:
+    """The same rows, in an order in which as few as possible change their slot: the last ones move to where rows left."""
+    keep = set(staying)
+    tail = [row for row in staying if row >= len(staying)]
+    return [row if row in keep else tail.pop() for row in range(len(staying))]
