@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from headstart.errors import TrainingError
 from headstart.heads.store import load_head, read_description
+from headstart.recipe import Recipe, load_recipe
 from headstart.train import checkpoint as checkpoints
 from headstart.train import loop
 from headstart.train.checkpoint import latest_checkpoint
@@ -29,25 +30,10 @@ from headstart.train.random_state import random_state, set_random_state
 SETTINGS = ("train.save_every=5", "train.eval_every=4")  # step 5 lies within the first epoch of 7 steps
 
 
-class Stopped(Exception):
-    """What a test raises to end a run early."""
-
-
-def stop_after_save(training: loop.Training, step: int) -> None:
-    save = training._save
-
-    def save_and_stop() -> None:
-        save()
-        if training.progress.step == step:
-            raise Stopped
-
-    training._save = save_and_stop
-
-
-def run_stopped_at(folder: Path, recipe: cases.Recipe, step: int) -> None:
+def run_stopped_at(folder: Path, recipe: Recipe, step: int) -> None:
     training = cases.training(folder, recipe)
-    stop_after_save(training, step)
-    with pytest.raises(Stopped):
+    cases.stop_after_save(training, step)
+    with pytest.raises(cases.Stopped):
         training.finish()
 
 
@@ -95,7 +81,7 @@ def test_dropout_has_its_part_in_that_test(tmp_path):
         same_bits(tmp_path / "straight", tmp_path / "resumed")
 
 
-def run_in_child(folder: Path, recipe: cases.Recipe) -> int:
+def run_in_child(folder: Path, recipe: Recipe) -> int:
     """Starts, or takes up, a run in a child process; its process id."""
     sys.stdout.flush()
     child = os.fork()
@@ -113,7 +99,7 @@ def run_in_child(folder: Path, recipe: cases.Recipe) -> int:
         os._exit(status)
 
 
-def kill_again_and_again(folder: Path, recipe: cases.Recipe, kills: int, moments: random.Random) -> int:
+def kill_again_and_again(folder: Path, recipe: Recipe, kills: int, moments: random.Random) -> int:
     """Kills a run that often, or more often until one kill has met a save, then lets it end; how many met one. A kill
     comes some milliseconds after the folder of a checkpoint that is being written has shown up, or at any time."""
     met = done = 0
@@ -218,16 +204,16 @@ def test_rate_and_best_survive_a_resume(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "evaluate", evaluate_as_told)
     rows = cases.random_rows(20, longest=10)
     training = cases.training(tmp_path / "run", recipe, rows=rows)
-    stop_after_save(training, 40)
-    with pytest.raises(Stopped):
+    cases.stop_after_save(training, 40)
+    with pytest.raises(cases.Stopped):
         training.finish()
     best = read_description(tmp_path / "run/checkpoints/best")["training"]
     assert (best["step"], best["best_value"]) == (40, 1.0)
 
     training = cases.training(tmp_path / "run", recipe, rows=rows, resume=True)
     assert training.schedule.rate(training.progress.step) == pytest.approx(6.67e-4, abs=1e-6)
-    stop_after_save(training, 60)
-    with pytest.raises(Stopped):
+    cases.stop_after_save(training, 60)
+    with pytest.raises(cases.Stopped):
         training.finish()
     lines = read_metrics(tmp_path / "run/metrics.jsonl", "train")
     assert lines[40]["step"] == 41 and lines[40]["rate"] == pytest.approx(6.67e-4, abs=1e-6)
@@ -261,7 +247,7 @@ def test_a_budget_of_cpu_seconds_becomes_steps_and_is_rewound_to_the_bit(tmp_pat
     monkeypatch.setattr(loop, "steps_within", with_clock(loop.steps_within, lambda: next(ticks) * 19.0))
     budget = cases.recipe(*SETTINGS, "train.max_steps=null", "train.cpu_seconds=12")
     run_stopped_at(tmp_path / "budget", budget, 5)  # 19 timed steps took 19 s
-    stored = cases.load_recipe(tmp_path / "budget/recipe.yaml")
+    stored = load_recipe(tmp_path / "budget/recipe.yaml")
     assert stored.train.max_steps == 12 and stored.train.cpu_seconds == 12
 
     monkeypatch.setattr(loop, "steps_within", None)  # a resumed run does not measure again
@@ -316,7 +302,7 @@ def test_the_environment_is_recorded(tmp_path):
     record = json.loads((tmp_path / "run/environment.json").read_text())
     assert record["packages"]["torch"] == torch.__version__ and record["command"] == ["test"]
     assert len(record["resumed"]) == 1 and record["run_id"]
-    assert cases.load_recipe(tmp_path / "run/recipe.yaml") == recipe
+    assert load_recipe(tmp_path / "run/recipe.yaml") == recipe
 
 
 def test_generators_go_back_to_where_they_were():

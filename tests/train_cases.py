@@ -14,14 +14,13 @@ from safetensors.torch import load_file
 from headstart.data.packing import RowStore
 from headstart.data.rendering import Row
 from headstart.heads.store import build_head
-from headstart.recipe import Recipe, load_recipe, override
+from headstart.recipe import Recipe, override
 from headstart.target import Target
 from headstart.train.loop import Training
 from headstart.train.metrics import read_metrics
+from headstart.train.preparation import on_main
 from headstart.train.random_state import seed_everything
 from headstart.train.run_folder import open_run
-
-__all__ = ["Recipe", "load_recipe", "losses", "random_rows", "recipe", "training", "weights"]
 
 
 def recipe(*settings: str) -> Recipe:
@@ -67,10 +66,11 @@ def training(
     rows: RowStore | None = None,
     held_out: RowStore | None = None,
     head: Any = None,
+    processes: Accelerator | None = None,
 ) -> Training:
     """A training on the CPU, in this process, ready for `finish`; `folder` is the run's own."""
-    accelerator = Accelerator(cpu=True, mixed_precision="no")
-    run, made = open_run(folder, made, resume=resume, command=["test"])
+    accelerator = processes or Accelerator(cpu=True, mixed_precision="no")
+    run, made = on_main(accelerator, lambda: open_run(folder, made, resume=resume, command=["test"]))
     target = target or tiny.target()
     seed_everything(made.seed)
     head = head or build_head(made.head, target)
@@ -80,6 +80,21 @@ def training(
     rows = random_rows(26) if rows is None else rows
     held_out = random_rows(5, seed=1, name="held") if held_out is None else held_out
     return Training(made, run, accelerator, target, head, rows, held_out)
+
+
+class Stopped(Exception):
+    """What a test raises to end a run early."""
+
+
+def stop_after_save(training: Training, step: int) -> None:
+    save = training._save
+
+    def save_and_stop() -> None:
+        save()
+        if training.progress.step == step:
+            raise Stopped
+
+    training._save = save_and_stop
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

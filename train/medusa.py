@@ -21,12 +21,12 @@ from headstart.train.loop import Training
 from headstart.train.preparation import (
     describe,
     draft_vocab,
+    foreign_answers,
     parse_arguments,
     read_recipe,
     start_processes,
     take_folder,
     user_errors,
-    warn_of_foreign_answers,
 )
 from headstart.train.random_state import seed_everything
 
@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         data = prepare(recipe, target.tokenizer, vocab_size=target.vocab_size, max_positions=target.max_positions)
         accelerator.print(data.summary())
-        warn_of_foreign_answers(target, data.train, recipe)
+        if warning := foreign_answers(target, data.train, recipe):
+            accelerator.print(f"warning: {warning}")
 
         seed_everything(recipe.seed)
         vocab = draft_vocab(recipe, target, data.train)

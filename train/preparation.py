@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,7 +45,8 @@ def user_errors() -> Iterator[None]:
     try:
         yield
     except HeadstartError as error:
-        print(error, file=sys.stderr, flush=True)
+        rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
+        print(f"{rank}{error}", file=sys.stderr, flush=True)
         raise SystemExit(error.exit_status) from None
 
 
@@ -122,8 +124,8 @@ def draft_vocab(recipe: Recipe, target: Target, rows: RowStore) -> DraftVocab | 
     return DraftVocab.build(counts, size, special_ids=special, tokenizer_size=len(tokenizer))
 
 
-def warn_of_foreign_answers(target: Target, rows: RowStore, recipe: Recipe) -> None:
-    """One warning where the target itself would have written something else than the data say."""
+def foreign_answers(target: Target, rows: RowStore, recipe: Recipe) -> str | None:
+    """A warning where the target itself would have written something else than the data say."""
     plan = batches(
         rows,
         batch_size=recipe.train.batch_size,
@@ -132,9 +134,7 @@ def warn_of_foreign_answers(target: Target, rows: RowStore, recipe: Recipe) -> N
         seed=recipe.seed,
         epoch=0,
     )
-    warning = agreement(target, (collate(rows, batch) for batch in plan)).warning()
-    if warning:
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
+    return agreement(target, (collate(rows, batch) for batch in plan)).warning()
 
 
 def describe(training: Training) -> str:
