@@ -337,7 +337,7 @@ class Engine:
 
 
 def _fill_holes(staying: list[int]) -> list[int]:
-    """The same rows, in an order in which as few as possible change their slot: the last ones move to where rows left."""
+    """The same rows, in an order in which few change their slot: the last ones move to where rows have left."""
     keep = set(staying)
     tail = [row for row in staying if row >= len(staying)]
     return [row if row in keep else tail.pop() for row in range(len(staying))]
