@@ -148,6 +148,9 @@ def test_rate_share_and_time_to_go():
     assert (speed.tokens_per_second, speed.wait_share) == (200, 0.25)
     assert speed.seconds_left == pytest.approx(0.4 * 90)
     assert str(speed) == "200 tok/s  data wait 25%  0:36 left"
+    with meter.paused():
+        now[0] += 50
     now[0] += 1
-    assert meter.lap(21, 100).wait_share == 0
+    speed = meter.lap(21, 100)
+    assert (speed.tokens_per_second, speed.wait_share) == (100, 0)
     assert clock_face(3723) == "1:02:03"

@@ -37,6 +37,9 @@ def run_stopped_at(folder: Path, recipe: Recipe, step: int) -> None:
         training.finish()
 
 
+TIMED = ("tokens_per_second", "data_wait_share")
+
+
 def same_bits(one: Path, other: Path) -> None:
     """Heads, optimiser, generators, progress and losses of two finished runs are equal."""
     last = latest_checkpoint(one / "checkpoints")
@@ -51,7 +54,7 @@ def same_bits(one: Path, other: Path) -> None:
     for name, value in cases.weights(one / "head").items():
         assert torch.equal(value, cases.weights(other / "head")[name])
     timeless = [
-        [{k: v for k, v in line.items() if k not in ("tokens_per_second", "data_wait_share")} for line in lines]
+        [{k: v for k, v in line.items() if k not in TIMED} for line in lines]
         for lines in (read_metrics(one / "metrics.jsonl"), read_metrics(other / "metrics.jsonl"))
     ]
     assert timeless[0] == timeless[1]

@@ -67,8 +67,10 @@ def training(
     held_out: RowStore | None = None,
     head: Any = None,
     processes: Accelerator | None = None,
+    forecast: bool = False,
 ) -> Training:
-    """A training on the CPU, in this process, ready for `finish`; `folder` is the run's own."""
+    """A training on the CPU, in this process, ready for `finish`; `folder` is the run's own. forecast: with the replay
+    and the measured costs, which take longer than all the rest."""
     accelerator = processes or Accelerator(cpu=True, mixed_precision="no")
     run, made = on_main(accelerator, lambda: open_run(folder, made, resume=resume, command=["test"]))
     target = target or tiny.target()
@@ -79,7 +81,10 @@ def training(
             parameter.add_(0.01 * torch.randn_like(parameter))
     rows = random_rows(26) if rows is None else rows
     held_out = random_rows(5, seed=1, name="held") if held_out is None else held_out
-    return Training(made, run, accelerator, target, head, rows, held_out)
+    made_training = Training(made, run, accelerator, target, head, rows, held_out)
+    if not forecast:
+        made_training.forecaster = None
+    return made_training
 
 
 class Stopped(Exception):

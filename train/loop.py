@@ -25,11 +25,12 @@ from headstart.train.atomic_folder import publish, start_folder
 from headstart.train.calibrate import steps_within
 from headstart.train.checkpoint import Progress, latest_checkpoint, load_checkpoint, save_best, save_checkpoint
 from headstart.train.feed import Feed
+from headstart.train.forecasting import Forecaster
 from headstart.train.held_out import evaluate, report, shares
 from headstart.train.lr_schedule import Schedule
 from headstart.train.metrics import Metrics
 from headstart.train.progress_line import Meter
-from headstart.train.random_state import seed_everything
+from headstart.train.random_state import seed_everything, unmoved_random_state
 from headstart.train.run_folder import RunFolder, training_hash, with_steps
 from headstart.train.stepping import Totals, TrainModule, optimiser_step
 
@@ -53,6 +54,7 @@ class Training:
         module = TrainModule(target, head, parse_dtype(recipe.train.dtype)).train()
         self.module, self.optimizer = accelerator.prepare(module, make_optimizer(recipe, head))
         self.feed = Feed(rows, recipe, rank=accelerator.process_index, world_size=accelerator.num_processes)
+        self.forecaster = Forecaster(target, held_out) if len(held_out) else None
         self.progress = Progress()
         self.meter = Meter()
         self.schedule = self._work_out_length()
@@ -72,10 +74,11 @@ class Training:
             if step % self.recipe.logging.every == 0 or last:
                 self._log(logged, norm, rate)
                 logged = None
-            if last or due(step, train.eval_every):
-                self._evaluate()
-            if last or due(step, train.save_every):
-                self._save()
+            with self.meter.paused():
+                if last or due(step, train.eval_every):
+                    self._evaluate()
+                if last or due(step, train.save_every):
+                    self._save()
         self.metrics.close()
         self._ship()
         return self.progress
@@ -101,7 +104,12 @@ class Training:
 
     def record(self) -> dict[str, Any]:
         """What is written beside a head about its making."""
-        return {"recipe": self.recipe.name, "world_size": self.accelerator.num_processes, **asdict(self.progress)}
+        return {
+            "recipe": self.recipe.name,
+            "chat": self.recipe.data.chat.model_dump(),
+            "world_size": self.accelerator.num_processes,
+            **asdict(self.progress),
+        }
 
     def _work_out_length(self) -> Schedule:
         """Steps from `max_steps`, else `cpu_seconds` (calibrated, and kept in the recipe), else `epochs`."""
@@ -165,7 +173,11 @@ class Training:
         totals = evaluate(self.module, self.held_out, self.recipe, self.accelerator, step=self.progress.step)
         if totals is None:
             return
-        values = report(totals)
+        values, forecast = report(totals), None
+        if self.forecaster is not None and self.accelerator.is_main_process:
+            with unmoved_random_state():
+                forecast = self.forecaster(self.head)
+            values |= forecast.as_metrics()
         self.metrics.write(self.progress.step, "held_out", values)
         best = self.progress.best_value
         if best is None or values["loss"] < best:
@@ -173,11 +185,11 @@ class Training:
             self.progress.best_metric = "loss"
             if self.accelerator.is_main_process:
                 save_best(self.run.checkpoints, self.head, self.target, self.record())
-        self.accelerator.print(
+        line = (
             f"step {self.progress.step}  held out: loss {values['loss']:.3f}  top-1 {shares(values['top_1'])}  "
-            f"top-5 {shares(values['top_5'])}  best at step {self.progress.best_step}",
-            flush=True,
+            f"top-5 {shares(values['top_5'])}  best at step {self.progress.best_step}"
         )
+        self.accelerator.print(line if forecast is None else f"{line}\n  {forecast}", flush=True)
 
     def _save(self) -> None:
         save_checkpoint(

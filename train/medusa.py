@@ -19,11 +19,13 @@ from headstart.heads.store import build_head
 from headstart.recipe_target import load_recipe_target
 from headstart.train.loop import Training
 from headstart.train.preparation import (
+    coverage,
     describe,
     draft_vocab,
     foreign_answers,
     parse_arguments,
     read_recipe,
+    run_path,
     start_processes,
     take_folder,
     user_errors,
@@ -35,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(__doc__ or "", arguments)
     with user_errors():
         recipe, replaced = read_recipe(options, "medusa")
+        path = run_path(recipe, options)
         accelerator = start_processes(recipe, cpu=options.smoke)
-        run, recipe = take_folder(recipe, options, accelerator)
 
         target, also_replaced = load_recipe_target(recipe, device=accelerator.device)
         check_target(target)
@@ -51,7 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seed_everything(recipe.seed)
         vocab = draft_vocab(recipe, target, data.train)
         head = build_head(recipe.head, target, vocab)
+        if vocab is not None:
+            accelerator.print(coverage(vocab, data, target))
 
+        run, recipe = take_folder(path, recipe, options, accelerator)
         training = Training(recipe, run, accelerator, target, head, data.train, data.held_out)
         accelerator.print(describe(training))
         training.finish()

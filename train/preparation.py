@@ -17,12 +17,13 @@ from torch import nn
 
 from headstart.data.agreement import agreement
 from headstart.data.packing import RowStore, batches, collate
+from headstart.data.prepare import Prepared
 from headstart.errors import HeadstartError, RecipeError, TrainingError
 from headstart.heads.vocab import DraftVocab
 from headstart.recipe import Recipe, load_recipe, refuse_unbuilt, smoke
 from headstart.target import Target
 from headstart.train.loop import Training
-from headstart.train.run_folder import RunFolder, open_run
+from headstart.train.run_folder import RunFolder, open_run, refuse_existing
 
 
 def parse_arguments(description: str, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -98,9 +99,17 @@ def on_main(accelerator: Accelerator, work: Callable[[], Any]) -> Any:
     return box[0]
 
 
-def take_folder(recipe: Recipe, arguments: argparse.Namespace, accelerator: Accelerator) -> tuple[RunFolder, Recipe]:
-    """The run folder and the recipe to train, the same on every rank."""
+def run_path(recipe: Recipe, arguments: argparse.Namespace) -> Path:
+    """Where the run goes; refused at once if a run is there and --resume was not given."""
     path = Path(arguments.output) / recipe.name
+    refuse_existing(path, arguments.resume)
+    return path
+
+
+def take_folder(
+    path: Path, recipe: Recipe, arguments: argparse.Namespace, accelerator: Accelerator
+) -> tuple[RunFolder, Recipe]:
+    """The run folder and the recipe to train, the same on every rank; made only now that everything has been loaded."""
     return on_main(accelerator, lambda: open_run(path, recipe, resume=arguments.resume, command=sys.argv))
 
 
@@ -122,6 +131,15 @@ def draft_vocab(recipe: Recipe, target: Target, rows: RowStore) -> DraftVocab | 
     special = {*target.end_token_ids, *tokenizer.all_special_ids}
     counts = count_labels(rows, target.vocab_size)
     return DraftVocab.build(counts, size, special_ids=special, tokenizer_size=len(tokenizer))
+
+
+def coverage(vocab: DraftVocab, data: Prepared, target: Target) -> str:
+    """How much of the labels the draft vocabulary holds: the most that a head can have right."""
+    shares = [vocab.coverage(count_labels(rows, target.vocab_size)) for rows in (data.train, data.held_out)]
+    return (
+        f"draft vocabulary: {len(vocab)} of {target.vocab_size} tokens, {shares[0]:.1%} of the training labels "
+        f"and {shares[1]:.1%} of the held-out ones"
+    )
 
 
 def foreign_answers(target: Target, rows: RowStore, recipe: Recipe) -> str | None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Speed:
-    """Since the last line. wait_share: share of the time in which the next batch was not ready. seconds_left: to the
-    last step, at the pace of this launch so far, evaluations included."""
+    """Since the last line, evaluations and checkpoints apart. wait_share: share of the time in which the next batch was
+    not ready. seconds_left: to the last step, at the pace of this launch so far, with its evaluations."""
 
     tokens_per_second: float
     wait_share: float
@@ -41,6 +41,13 @@ class Meter:
         before = self._clock()
         yield
         self._waited += self._clock() - before
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time inside is no part of the rate, but of the time to go: evaluations and checkpoints."""
+        before = self._clock()
+        yield
+        self._last += self._clock() - before
 
     def lap(self, step: int, tokens: int) -> Speed:
         """The speed since the last lap, in which `tokens` tokens were read."""

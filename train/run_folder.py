@@ -65,9 +65,7 @@ def open_run(path: Path, recipe: Recipe, *, resume: bool, command: Sequence[str]
 
     Raises TrainingError if the folder exists without `resume`, or was started with another recipe.
     """
-    exists = (path / "recipe.yaml").exists()
-    if exists and not resume:
-        raise TrainingError(f"{path} holds a run already; go on with it by --resume, or choose another --name")
+    exists = refuse_existing(path, resume)
     if exists:
         recipe = _continued(recipe, load_recipe(path / "recipe.yaml"), path)
     path.mkdir(parents=True, exist_ok=True)
@@ -77,6 +75,14 @@ def open_run(path: Path, recipe: Recipe, *, resume: bool, command: Sequence[str]
     run = RunFolder(path, _write_environment(path / "environment.json", command), exists)
     write_text(run.recipe, recipe.to_yaml())
     return run, recipe
+
+
+def refuse_existing(path: Path, resume: bool) -> bool:
+    """Whether there is a run; TrainingError if there is and it is not to be resumed."""
+    exists = (path / "recipe.yaml").exists()
+    if exists and not resume:
+        raise TrainingError(f"{path} holds a run already; go on with it by --resume, or choose another --name")
+    return exists
 
 
 def with_steps(run: RunFolder, recipe: Recipe, max_steps: int, *, write: bool) -> Recipe:
