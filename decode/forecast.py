@@ -7,18 +7,50 @@ drafter would there; so `decode.cost.replay` of these ranks is, step by step, wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Iterable, Sequence
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from headstart.borrowed import OutputHead
+from headstart.data.rendering import Row
+from headstart.decode.attention import prefill_mask
 from headstart.decode.cost import RankedAnswer
 from headstart.heads.medusa import MedusaHead
+from headstart.target import Target
 
 _CHUNK_ELEMENTS = 1 << 22
 """Draft logits that are made at a time."""
+
+
+@torch.no_grad()
+def rank_rows(head: MedusaHead, target: Target, rows: Iterable[Row], *, widen: bool = True) -> list[RankedAnswer]:
+    """The ranks along the last answer of every row; rows without one are passed over.
+
+    The head is copied to the target's dtype, in which it drafts. One forward of the target per row.
+    """
+    drafting = copy.deepcopy(head).to(target.device, target.dtype).eval()
+    ranked = []
+    for row in rows:
+        span = _last_span(row.supervised)
+        if span is None:
+            continue
+        start, end = span
+        tokens = torch.tensor([row.input_ids[:end]], device=target.device)
+        allowed, distance, positions = prefill_mask(0, end, 1, torch.device(target.device))
+        final = target.forward(tokens, positions, target.masks(allowed, distance)).final[0]
+        answer = rank_answer(drafting, target.output, final, row.input_ids[:end], start, widen=widen)
+        ranked.append(RankedAnswer(answer.ranks, ended=row.input_ids[end - 1] in target.end_token_ids))
+    return ranked
+
+
+def _last_span(supervised: Sequence[bool]) -> tuple[int, int] | None:
+    """First and past-the-last index of the last run of supervised tokens."""
+    end = next((index for index in range(len(supervised), 0, -1) if supervised[index - 1]), 0)
+    start = next((index for index in range(end, 0, -1) if not supervised[index - 1]), 0)
+    return (start, end) if 0 < start < end else None
 
 
 @torch.no_grad()

@@ -1,0 +1,127 @@
+"""`headstart tune`: the static tree that makes most tokens per second with this head on this device.
+
+headstart tune --head runs/quickstart
+
+Measures the cost of a step for every width, ranks the held-out answers' tokens under the head, grows a tree of every
+size and keeps the one with the highest forecast: tokens per step over seconds per step. `trees.json` beside the head
+holds all sizes, so that another device can choose again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from headstart.data.prepare import prepare
+from headstart.decode.cost import CostCurve, Forecast, best_size, grow_tree, measure_costs, tune
+from headstart.decode.drafters.base import Request
+from headstart.decode.drafters.medusa import MedusaDrafter
+from headstart.decode.engine import Engine
+from headstart.decode.forecast import rank_rows
+from headstart.decode.prepack import prepack
+from headstart.errors import DataError
+from headstart.eval.drafters import TREES
+from headstart.eval.trained import open_trained
+from headstart.heads.medusa import MedusaHead
+from headstart.heads.store import load_head
+from headstart.target import Target
+
+NUM_ANSWERS = 96
+"""Held-out answers that trees are grown on, at most."""
+
+
+def run(
+    head: str, *, overrides: Sequence[str] = (), device: str | None = None, dtype: str | None = None
+) -> dict[str, Any]:
+    """Tunes, writes `trees.json` beside the head, prints the table, and returns what was written."""
+    trained = open_trained(head, overrides=overrides, device=device, dtype=dtype)
+    target = trained.target
+    assert trained.head is not None
+    prepack(target)
+    medusa = load_head(trained.head, target)
+    data = prepare(trained.recipe, target.tokenizer, vocab_size=target.vocab_size, max_positions=target.max_positions)
+    answers = rank_rows(medusa, target, data.held_out[:NUM_ANSWERS])
+    if len(answers) < 2:
+        raise DataError(
+            f"a tree is tuned on held-out answers, and the recipe holds out {len(answers)}; "
+            "raise data.held_out.fraction or name held-out sources"
+        )
+    costs = measure_costs(target)
+    draft_seconds = measure_drafting(medusa, target, grow_tree(answers, 16))
+    forecasts = tune(answers, costs, draft_seconds)
+    trees = as_json(forecasts, costs, draft_seconds, len(answers))
+    _write(trained.head / TREES, trees)
+    show(forecasts, costs, draft_seconds, Console())
+    print(trained.head / TREES)
+    return trees
+
+
+def measure_drafting(head: MedusaHead, target: Target, paths: Sequence[Sequence[int]], steps: int = 16) -> float:
+    """Median seconds that drafting adds to a step: proposing a tree and taking in what was accepted."""
+    engine = Engine(target, MedusaDrafter(head, target, paths), budget=len(paths) + 1)
+    prompt = [(7 + 31 * index) % min(target.vocab_size, target.embedding.vocab_size) for index in range(64)]
+    prompt = prompt[: target.max_positions // 2]
+    request = Request(prompt_ids=prompt, max_new_tokens=4 * steps, ignore_end=True)
+    records = next(iter(engine.generate([request]))).steps[2:]
+    return statistics.median(record.draft_seconds for record in records)
+
+
+def as_json(forecasts: dict[int, Forecast], costs: CostCurve, draft_seconds: float, num_answers: int) -> dict[str, Any]:
+    """What `trees.json` holds: per size the tree and its forecast, the best size, and what it was chosen by."""
+    best = best_size(forecasts)
+    figures = {
+        str(size): {
+            "acceptance_length": round(forecast.acceptance_length, 4),
+            "speedup": round(forecast.speedup, 4),
+        }
+        for size, forecast in forecasts.items()
+    }
+    return {
+        "device": costs.device,
+        "dtype": costs.dtype,
+        "context_length": costs.context_length,
+        "answers": num_answers,
+        "step_seconds": {str(width): seconds for width, seconds in costs.seconds.items()},
+        "draft_seconds": draft_seconds,
+        "best": best,
+        "forecast": figures[str(best)],
+        "forecasts": figures,
+        "choices": {str(size): [list(path) for path in forecast.paths] for size, forecast in forecasts.items()},
+    }
+
+
+def show(forecasts: dict[int, Forecast], costs: CostCurve, draft_seconds: float, console: Console) -> None:
+    """One line per size: cost, forecast acceptance length and forecast speedup; the best one marked."""
+    console.print(
+        f"one step of one token takes {costs.at(1) * 1e3:.1f} ms at about {costs.context_length} tokens of context, "
+        f"drafting {draft_seconds * 1e3:.1f} ms ({costs.device}, {costs.dtype})"
+    )
+    table = Table(box=None)
+    for heading in ("nodes", "t(n)/t(1)", "depth", "acceptance length", "speedup", ""):
+        table.add_column(heading, justify="right")
+    best = best_size(forecasts)
+    for size, forecast in forecasts.items():
+        table.add_row(
+            str(size),
+            f"{costs.ratio(size):.2f}",
+            str(max(map(len, forecast.paths), default=0)),
+            f"{forecast.acceptance_length:.3f}",
+            f"{forecast.speedup:.3f}",
+            "best" if size == best else "",
+        )
+    console.print(table)
+    if best == 1:
+        console.print("plain decoding is the fastest here: these drafts cost more than they bring")
+
+
+def _write(path: Path, trees: dict[str, Any]) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(trees, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)
