@@ -22,7 +22,7 @@ TREES = {"chain": chain(4), "one": [(0,)], "full": full_tree(3, 3), "sparse": SP
 PROMPT_LENGTHS = (3, 1, 14, 7, 2)
 
 
-def requests(new: int = 30, ignore_end: bool = False) -> list[Request]:
+def requests(new: int = 18, ignore_end: bool = False) -> list[Request]:
     prompts = {length: row(length, [], seed=length).input_ids for length in PROMPT_LENGTHS}
     return [
         Request(prompt_ids=ids, max_new_tokens=new, request_id=length, ignore_end=ignore_end)
@@ -51,22 +51,22 @@ def plain(target):
 
 @pytest.fixture(scope="module")
 def learnt(target, plain):
-    """Heads that learnt the target's own answers by heart, and may draft 24 ids and those of the text."""
+    """Heads that half know the target's answers by heart. Their 40 ids occur once: what is repeated takes widening."""
     rows = []
     for request, answer in zip(requests(), plain, strict=True):
         each = row(len(request.prompt_ids) + len(answer), range(len(request.prompt_ids), 99))
         each.input_ids[:] = [*request.prompt_ids, *answer]
         rows.append(each)
     batch = collate(rows, [[number] for number in range(len(rows))])
-    tokens = sorted(torch.bincount(batch.input_ids[batch.supervised]).argsort(descending=True)[:24].tolist())
+    tokens = (torch.bincount(batch.input_ids[batch.supervised]) == 1).nonzero().flatten()[:40]
     head = build_head(MedusaConfig(num_heads=4, loss="hard-ce", loss_decay=1.0), target).double()
     states = features(target, batch)
     optimizer = torch.optim.Adam(head.parameters(), lr=1e-2)
-    for _ in range(25):
+    for _ in range(8):
         optimizer.zero_grad()
         forward(head, target, batch, states).loss_sum.backward()
         optimizer.step()
-    small = build_head(MedusaConfig(num_heads=4, draft_vocab_size=24), target, vocab_of(tokens)).double()
+    small = build_head(MedusaConfig(num_heads=4, draft_vocab_size=40), target, vocab_of(tokens.tolist())).double()
     small.blocks.load_state_dict(head.blocks.state_dict())
     return small.eval()
 
@@ -75,7 +75,7 @@ def learnt(target, plain):
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_the_text_is_the_targets_own_for_every_tree(target, plain, learnt, tree, batch_size):
     """B58: random and trained heads, in batches whose rows leave and make room."""
-    for head in (learnt, head_for(target, num_heads=4, shake=0.3), head_for(target, num_heads=4, output="own")):
+    for head in (learnt, head_for(target, num_heads=4, shake=0.3, output="own")):
         drafter = MedusaDrafter(head, target, TREES[tree])
         assert texts(decode(target, drafter, requests(), batch_size=batch_size)) == plain
 
@@ -109,7 +109,7 @@ def test_what_is_forecast_is_what_is_decoded_step_by_step(target, learnt, tree, 
 
 
 def test_the_widened_vocabulary_is_used_and_helps(target, learnt):
-    """The static ids are 24; tokens of the text beyond them are accepted only where the vocabulary is widened."""
+    """No static id occurs twice; tokens of the text beyond them are accepted only where the vocabulary is widened."""
     counts = {}
     for widen in (True, False):
         drafter = MedusaDrafter(learnt, target, full_tree(3, 2), widen=widen)
@@ -123,7 +123,7 @@ def test_a_tree_grown_from_the_ranks_is_one_that_can_be_decoded(target, plain, l
     for generation in decode(target, NoDraft(), requests()):
         answers.append(forecast(target, learnt, generation, [], True)[0])
     paths = grow_tree(answers, 12)
-    assert 5 < len(paths) <= 11
+    assert 3 < len(paths) <= 11
     generations = decode(target, MedusaDrafter(learnt, target, paths), requests())
     assert texts(generations) == plain
     measured = [step.accepted for each in generations for step in each.steps if not step.cut]
@@ -146,7 +146,7 @@ def test_extra_rows_are_those_of_the_target(target, learnt):
     next(running)
     rows = drafter._rows
     ids = rows.target_ids(torch.arange(len(rows.selected.weight)))
-    assert len(ids) > 24 and len(set(ids.tolist())) == len(ids)
+    assert len(ids) > 40 and len(set(ids.tolist())) == len(ids)
     assert torch.equal(rows.selected.weight, target.output.weight_rows(ids))
 
 
