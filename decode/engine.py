@@ -97,19 +97,18 @@ class Engine:
         """The generations under way, in row order."""
         self._limits: list[int] = []
         """Per row: the number of tokens, prompt included, at which it ends."""
-        self._uniforms: list[Float[Tensor, "count"]] = []
+        self._uniforms: list[list[float]] = []
+        """Per row: its random numbers, one for each new token that it may have."""
         self.mask_bytes = 0
         """Size of the largest attention mask so far."""
 
     # -- the public way in -------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def generate(self, requests: Iterable[Request]) -> Iterator[Generation]:
         """Answers the requests and yields each as it finishes; raises HeadstartError for a prompt it cannot decode."""
         for finished, _ in self._run(requests):
             yield from finished
 
-    @torch.no_grad()
     def stream(self, request: Request) -> Iterator[tuple[list[int], Generation]]:
         """One request; yields the new tokens of each step with the generation as it stands."""
         generation = Generation(request)
@@ -150,6 +149,7 @@ class Engine:
     def _limit(self, request: Request) -> int:
         return min(len(request.prompt_ids) + request.max_new_tokens, self.target.max_positions)
 
+    @torch.no_grad()
     def _join(self, requests: list[Request]) -> None:
         for request in requests:
             if not len(request.prompt_ids):
@@ -159,7 +159,7 @@ class Engine:
         self.rows.ids += [list(request.prompt_ids) for request in requests]
         self._done += [Generation(request) for request in requests]
         self._limits += [self._limit(request) for request in requests]
-        self._uniforms += [request.settings.uniforms(request.max_new_tokens) for request in requests]
+        self._uniforms += [request.settings.uniforms(request.max_new_tokens).tolist() for request in requests]
         room = max(self._limits) + _padded_width(self.budget)
         self.cache.grow(min(self.batch_size, max(len(self.rows), self.cache.slots)), room)
         self.cache.join(len(requests))
@@ -210,6 +210,7 @@ class Engine:
         positions = positions.clamp(max=self.target.max_positions - 1)
         return self.target.forward(tokens, positions, mask, cache=self.cache.as_transformers, layers=self.drafter.wants)
 
+    @torch.no_grad()
     def _step(self) -> list[Generation]:
         """Drafts, verifies and commits for every row; returns the generations that are finished by it."""
         rows, cache = self.rows, self.cache
@@ -283,11 +284,12 @@ class Engine:
         if all(request.settings.greedy for request in self.rows.requests):
             return torch.empty(len(self.rows), 0, dtype=torch.float64)
         levels = tree.topology.max_depth + 1
-        numbers = torch.zeros(len(self.rows), levels, dtype=torch.float64)
+        numbers = []
         for row, stream in enumerate(self._uniforms):
-            part = stream[self.rows.num_new(row) :][:levels]
-            numbers[row, : len(part)] = part
-        return numbers.to(self.rows.device)
+            start = self.rows.num_new(row)
+            part = stream[start : start + levels]
+            numbers.append(part + [0.0] * (levels - len(part)))
+        return torch.tensor(numbers, dtype=torch.float64, device=self.rows.device)
 
     def _end(
         self, row: int, verdict: Verified
