@@ -28,7 +28,7 @@ NUM_ANSWERS = 24
 """Held-out rows that are replayed, from the first on."""
 CPU_SIZES = tuple(size for size in SIZES if size <= 16)
 """Larger trees cost more than they bring where a forward is bound by arithmetic."""
-REPEATS = 3
+REPEATS = 6
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ class Forecaster:
 def rank_row(row: Row, head: MedusaHead, target: Target) -> RankedAnswer:
     """The ranks that the head gives to the tokens of the row's last answer."""
     start, end = label_runs(row)[-1]
+    start = max(start, 1)  # the first token of all is never drafted
     batch = collate([row], [[0]]).to(target.device)
     features = target.forward(batch.input_ids, batch.position_ids, target.masks(*batch.attention()))
     token_ids = row.input_ids[:end]

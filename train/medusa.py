@@ -40,10 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         path = run_path(recipe, options)
         accelerator = start_processes(recipe, cpu=options.smoke)
 
-        target, also_replaced = load_recipe_target(recipe, device=accelerator.device)
-        check_target(target)
-        for sentence in [*replaced, *also_replaced]:
+        for sentence in replaced:
             accelerator.print(f"--smoke: {sentence}")
+
+        target, replaced = load_recipe_target(recipe, device=accelerator.device)
+        for sentence in replaced:
+            accelerator.print(f"--smoke: {sentence}")
+        check_target(target)
 
         data = prepare(recipe, target.tokenizer, vocab_size=target.vocab_size, max_positions=target.max_positions)
         accelerator.print(data.summary())

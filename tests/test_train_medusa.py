@@ -1,0 +1,69 @@
+"""train/medusa.py from the command line: every packaged recipe runs small, and mistakes end in one sentence."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from headstart.heads.store import read_description
+from headstart.recipe import PACKAGED, load_recipe
+from headstart.train import medusa
+from headstart.train.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = sorted(path.name for path in PACKAGED.glob("*.yaml"))
+FAST = "llama8b.yaml"
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == FAST else pytest.mark.slow) for name in RECIPES]
+)
+def test_every_packaged_recipe_smoke_runs(tmp_path, capsys, name):
+    medusa.main(["--recipe", name, "--smoke", "--output", str(tmp_path)])
+    run = tmp_path / f"{load_recipe(name).name}-smoke"
+    text = capsys.readouterr().out
+    assert "--smoke: target: random weights in the architecture of" in text
+    assert "world size 1" in text and "trainable of" in text and text.rstrip().endswith(f"headstart eval --head {run}")
+    record = read_description(run / "head")["training"]
+    assert record["recipe"] == run.name and record["chat"] == load_recipe(name).data.chat.model_dump()
+    lines = read_metrics(run / "metrics.jsonl")
+    assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(1, 7))
+    assert [line["step"] for line in lines if line["kind"] == "held_out"] == [3, 6]
+    assert load_recipe(run / "recipe.yaml").train.max_steps == 6
+
+    with pytest.raises(SystemExit) as stopped:
+        medusa.main(["--recipe", name, "--smoke", "--output", str(tmp_path)])
+    assert stopped.value.code == 1 and "holds a run already" in capsys.readouterr().err
+    medusa.main(["--recipe", name, "--smoke", "--output", str(tmp_path), "--resume"])
+    assert "going on from" in capsys.readouterr().out
+    assert read_metrics(run / "metrics.jsonl") == lines
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "sentence"),
+    [
+        (["--set", "train.lrr=1"], 2, "train.lr"),
+        (["--set", "target.placement=shard"], 2, "placement: shard"),
+        (["--set", "train.dtype=float16"], 2, "use bfloat16 or float32"),
+        (["--set", "train.world_size=4"], 1, "world size 1"),
+        (["--recipe", "quickstrat.yaml"], 2, "did you mean quickstart"),
+        (["--set", "target.name=/nowhere/model"], 1, "no folder /nowhere/model"),
+    ],
+)
+def test_mistakes_end_in_a_sentence_before_a_folder_is_made(tmp_path, capsys, arguments, status, sentence):
+    with pytest.raises(SystemExit) as stopped:
+        medusa.main(["--recipe", "quickstart.yaml", "--output", str(tmp_path), *arguments])
+    assert stopped.value.code == status
+    assert sentence in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_file_of_the_room_hides_a_module_that_others_import():
+    """`python train/medusa.py` puts train/ first on sys.path."""
+    elsewhere = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT / "train"]
+    names = [file.stem for file in (ROOT / "train").glob("*.py") if file.stem != "__init__"]
+    found = [name for name in names if importlib.machinery.PathFinder.find_spec(name, elsewhere)]
+    assert not found and not set(names) & set(sys.stdlib_module_names)
