@@ -5,6 +5,7 @@ All are 360 units wide, so that on a phone a unit is about a pixel; colours come
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from html import escape
 
@@ -76,12 +77,13 @@ def dots(title: str, values: Sequence[float], *, reference: float, unit: str = "
     """Values in ascending order, one dot each, with a dashed line at `reference`."""
     height, bottom, left = 180, 160, 34
     ordered = sorted(values)
-    top = max([*ordered, reference]) * 1.05
+    tick = next((tick for tick in (0.5, 1, 2, 5, 10) if tick * 5 >= max([*ordered, reference])), 100)
+    top = tick * math.ceil(max([*ordered, reference]) / tick)
     parts = []
-    for step in range(5):
-        value = top * step / 4
+    for step in range(round(top / tick) + 1):
+        value = step * tick
         y = bottom - value / top * 145
-        parts += [_line(left, y, WIDTH - 8, y, "grid"), _text(left - 4, y + 4, f"{value:.1f}{unit}", "end")]
+        parts += [_line(left, y, WIDTH - 8, y, "grid"), _text(left - 4, y + 4, f"{value:g}{unit}", "end")]
     y = bottom - reference / top * 145
     parts.append(_line(left, y, WIDTH - 8, y, "dash"))
     room = WIDTH - left - 20
