@@ -87,7 +87,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, by_sum: Tensor | None, *_: None):
+    def backward(ctx, by_sum: Tensor | None, *_: None):  # pyright: ignore[reportIncompatibleMethodOverride]
         if by_sum is None:
             return (None,) * (2 + len(ctx.saved_tensors))
         return None, None, *(gradient * by_sum.to(gradient.dtype) for gradient in ctx.saved_tensors)

@@ -108,9 +108,10 @@ class MedusaHead(nn.Module):
         alignment = Alignment.of(batch, self.config.num_heads)
         final = features.final.flatten(0, 1)
         states = self.draft_hidden(final[alignment.positions])
+        weights: dict[str, float] = {**self.config.loss_weights}
         tokens = batch.input_ids.flatten()[alignment.tokens]
         shares_rows = self.output_weight is None
-        rows = output.select(self.draft_ids) if shares_rows or needs_teacher(self.config.loss_weights) else None
+        rows = output.select(self.draft_ids) if shares_rows or needs_teacher(weights) else None
         loss = ChunkedLoss(
             alignment=alignment,
             labels=tokens if self.vocab is None else self.vocab.index_of(tokens),
@@ -118,7 +119,7 @@ class MedusaHead(nn.Module):
             teacher_logits=lambda final: rows.logits(final),  # pyright: ignore[reportOptionalMemberAccess]
             final=final,
             vocab_size=self.draft_vocab_size,
-            loss_weights=self.config.loss_weights,
+            loss_weights=weights,
             depth_weights=[self.config.loss_decay**head for head in range(self.config.num_heads)],
             teacher_top_k=self.config.teacher_top_k,
         )
@@ -128,7 +129,7 @@ class MedusaHead(nn.Module):
         self, final: Float[Tensor, "*batch dim"], heads: int | None = None
     ) -> Float[Tensor, "*batch heads dim"]:
         """The state of the first `heads` heads (None: all) at each position, in the dtype of the head."""
-        states = final.to(self.blocks[0].weight.dtype)[..., None, :]
+        states = final.to(next(self.blocks.parameters()).dtype)[..., None, :]
         states = functional.dropout(states, self.config.dropout, self.training)
         for block in self.blocks:
             states = block(states, heads or self.config.num_heads)

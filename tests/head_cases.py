@@ -65,7 +65,7 @@ def loss_and_gradients(head: MedusaHead, target: Target, *batches: TokenBatch):
     """Summed over the batches: (loss_sum, token_count, gradients), as accumulation does."""
     head.zero_grad()
     outputs = [forward(head, target, batch) for batch in batches]
-    total = sum(output.loss_sum for output in outputs)
+    total = torch.stack([output.loss_sum for output in outputs]).sum()
     total.backward()
     return total.detach(), sum(int(output.token_count) for output in outputs), gradients(head)
 

@@ -145,6 +145,7 @@ def test_extra_rows_are_those_of_the_target(target, learnt):
     running = engine.generate(requests())
     next(running)
     rows = drafter._rows
+    assert rows.selected is not None
     ids = rows.target_ids(torch.arange(len(rows.selected.weight)))
     assert len(ids) > 40 and len(set(ids.tolist())) == len(ids)
     assert torch.equal(rows.selected.weight, target.output.weight_rows(ids))

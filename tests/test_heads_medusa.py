@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from head_cases import collate, features, forward, head_for, loss_and_gradients, pad, row, tiny, vocab_of
+from head_cases import collate, features, forward, gradients, head_for, loss_and_gradients, pad, row, tiny, vocab_of
 
 from headstart.data.packing import TokenBatch
 from headstart.heads.base import Alignment
@@ -25,7 +25,7 @@ def naive(head, target, batch) -> torch.Tensor:
     """The weighted loss, position by position and head by head, straight from the definition."""
     final = features(target, batch).final
     logits = head.draft_logits(final, target.output)
-    ids = head.draft_ids if head.vocab is not None else torch.arange(target.vocab_size)
+    ids = torch.arange(target.vocab_size) if head.draft_ids is None else head.draft_ids
     known = set(ids.tolist())
     total = final.new_zeros(())
     for line in range(len(batch.input_ids)):
@@ -78,6 +78,7 @@ def test_rows_with_gradient_are_those_whose_predicted_token_is_supervised(target
         only = head_for(target, num_heads=3)
         output = forward(only, target, batch, states)
         output.loss_sum.backward()
+        assert states.final.grad is not None
         touched = states.final.grad[0].abs().sum(-1).nonzero().flatten().tolist()
         assert touched == [1, 2, 3, 4, 5, 6]
         assert int(output.scored[depth]) == len(positions)
@@ -130,10 +131,10 @@ def test_padding_packing_and_accumulation_do_not_matter(target):
     }
     assert one_by_one[1] == 5 + 15 + 2
     for way, batches in ways.items():
-        loss, count, gradients = loss_and_gradients(head, target, *batches)
+        loss, count, found = loss_and_gradients(head, target, *batches)
         assert count == one_by_one[1], way
         torch.testing.assert_close(loss, one_by_one[0], rtol=1e-9, atol=1e-9, msg=way)
-        for name, gradient in gradients.items():
+        for name, gradient in found.items():
             torch.testing.assert_close(gradient, one_by_one[2][name], rtol=1e-9, atol=1e-9, msg=f"{way} {name}")
 
 
@@ -156,10 +157,10 @@ def test_nothing_to_learn_is_a_loss_of_zero_with_a_gradient_of_zero(target, outp
     head = head_for(target, num_heads=4, output=output, rank=2 if output == "low-rank" else None)
     empty = collate([row(8, []), row(3, [], 2)], [[0], [1]])
     for batch in (empty, collate([], [])):
-        loss, count, gradients = loss_and_gradients(head, target, batch)
+        loss, count, found = loss_and_gradients(head, target, batch)
         assert loss == 0 and count == 0
-        assert set(gradients) == {name for name, _ in head.named_parameters()}
-        assert all((gradient == 0).all() for gradient in gradients.values())
+        assert set(found) == {name for name, _ in head.named_parameters()}
+        assert all((gradient == 0).all() for gradient in found.values())
     short = forward(head, target, collate([row(4, [2, 3])], [[0]]))  # head 3 would need a position before the text
     assert short.scored.tolist() == [2, 1, 0, 0]
     assert short.accuracy(top=1)[2:] == [None, None] and short.accuracy(top=10)[0] is not None
@@ -176,7 +177,7 @@ def test_nothing_spoils_a_batch_in_which_another_row_has_no_label(target):
 def test_a_real_nan_shows_in_the_loss_of_its_head_alone(target):
     head = head_for(target, num_heads=3)
     with torch.no_grad():
-        head.blocks[0].weight[1] = torch.inf
+        head.get_parameter("blocks.0.weight")[1] = torch.inf
     output = forward(head, target, collate([row(9, range(5, 9))], [[0]]))
     assert torch.isnan(output.loss).tolist() == [False, True, False]
     assert torch.isnan(output.loss_sum)
@@ -199,9 +200,10 @@ def test_every_block_of_every_head_has_weights_of_its_own(target):
     assert len(pointers) == 4 and sum(parameter.numel() for parameter in head.parameters()) == 2 * 3 * (64 * 64 + 64)
     output = forward(head.double(), target, collate([row(9, range(5, 9))], [[0]]))
     output.loss_sum.backward()
-    gradients = [head.blocks[layer].weight.grad[depth] for layer in range(2) for depth in range(3)]
-    assert all(gradient.abs().sum() > 0 for gradient in gradients)
-    assert not any(torch.equal(gradients[a], gradients[b]) for a in range(3) for b in range(a))
+    found = gradients(head)
+    by_head = [found[f"blocks.{layer}.weight"][depth] for layer in range(2) for depth in range(3)]
+    assert all(gradient.abs().sum() > 0 for gradient in by_head)
+    assert not any(torch.equal(by_head[a], by_head[b]) for a in range(3) for b in range(a))
 
 
 def test_nothing_borrowed_is_owned(target):
@@ -272,4 +274,4 @@ def test_a_counting_text_is_learnt_by_every_head(settings):
         (output.loss_sum / output.token_count).backward()
         optimizer.step()
     accuracy = forward(head.eval(), target, batch, states).accuracy(top=1)
-    assert min(accuracy) > 0.99, accuracy
+    assert all(share and share > 0.99 for share in accuracy), accuracy

@@ -22,8 +22,10 @@ def counts(rows: int = 264, **by_token: int) -> torch.Tensor:
     return table
 
 
-def build(table: torch.Tensor, size: int, **changes) -> DraftVocab | None:
-    return DraftVocab.build(table, size, **{"special_ids": SPECIAL, "tokenizer_size": 261, **changes})
+def build(table: torch.Tensor, size: int) -> DraftVocab:
+    vocab = DraftVocab.build(table, size, special_ids=SPECIAL, tokenizer_size=261)
+    assert vocab is not None
+    return vocab
 
 
 def test_the_most_frequent_ids_and_the_special_ones_are_in():
@@ -46,13 +48,13 @@ def test_more_asked_for_than_the_data_have():
     assert torch.equal(vocab.ids, build(table.clone(), 64).ids)
     assert (vocab.index_of(torch.arange(264)) >= 0).sum() == 64
     assert torch.equal(vocab.index_of(vocab.ids), torch.arange(64))
-    assert build(table, 264) is None
+    assert DraftVocab.build(table, 264, special_ids=SPECIAL, tokenizer_size=261) is None
     for wrong in (0, -1):
         with pytest.raises(HeadError, match=f"draft_vocab_size is {wrong}, expected a whole number from 1 to 261"):
             build(table, wrong)
     for wrong in (0, -1, 4.0, True, "64"):
         with pytest.raises(ValueError, match="draft_vocab_size"):
-            MedusaConfig(draft_vocab_size=wrong)
+            MedusaConfig.model_validate({"draft_vocab_size": wrong})
 
 
 def test_padding_rows_never_enter():

@@ -50,30 +50,17 @@ class DraftRows:
 
     def _extend(self) -> None:
         """Brings weights and ids in line with the extra ids; those already there stay where they are."""
-        assert self._widened is not None and self._static is not None and self.selected is not None
+        assert self._widened is not None and self._ids is not None and self.selected is not None
+        assert self._static is not None
         kept = len(self._static) + self._num_extra
         new = torch.tensor(self._widened.extra_ids[self._num_extra :], dtype=torch.long, device=self._static.device)
         self._num_extra = len(self._widened.extra_ids)
         fresh = self._output.select(new)
         self._ids = torch.cat([self._ids[:kept], new])
-        self.selected = SelectedRows(
-            self._output,
-            self._grow(self.selected.weight, kept, fresh.weight),
-            None if fresh.bias is None else self._grow(self.selected.bias, kept, fresh.bias),
-        )
-
-    @staticmethod
-    def _grow(old: Tensor, kept: int, new: Tensor) -> Tensor:
-        """The first `kept` rows of `old` and then `new`, in the storage of `old` where it has room."""
-        needed = kept + len(new)
-        room = old.untyped_storage().nbytes() // old.element_size() // max(old.stride(0), 1)
-        if room < needed:
-            larger = old.new_empty((needed + max(256, needed // 16), *old.shape[1:]))
-            larger[:kept] = old[:kept]
-            old = larger
-        grown = old.as_strided((needed, *old.shape[1:]), old.stride())
-        grown[kept:] = new
-        return grown
+        bias = fresh.bias
+        if bias is not None and self.selected.bias is not None:
+            bias = _grow(self.selected.bias, kept, bias)
+        self.selected = SelectedRows(self._output, _grow(self.selected.weight, kept, fresh.weight), bias)
 
     def forbid_others(self, logits: Float[Tensor, "rows depth vocab"]) -> Float[Tensor, "rows depth vocab"]:
         """-inf where a row may not draft: the tokens that only other rows' texts have."""
@@ -92,3 +79,16 @@ class DraftRows:
         if self._static is None or self.selected is None:
             return 0
         return self.selected.weight.untyped_storage().nbytes()
+
+
+def _grow(old: Tensor, kept: int, new: Tensor) -> Tensor:
+    """The first `kept` rows of `old` and then `new`, in the storage of `old` where it has room."""
+    needed = kept + len(new)
+    room = old.untyped_storage().nbytes() // old.element_size() // old.stride(0)
+    if room < needed:
+        larger = old.new_empty((needed + max(256, needed // 16), *old.shape[1:]))
+        larger[:kept] = old[:kept]
+        old = larger
+    grown = old.as_strided((needed, *old.shape[1:]), old.stride())
+    grown[kept:] = new
+    return grown
