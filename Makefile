@@ -25,6 +25,16 @@ lint: setup
 test: setup
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n $(WORKERS) --typecheck-shapes
 
+quickstart: setup
+	$(PY) scripts/quickstart.py
+
+# The benchmarks of docs/benchmarks.md: run once, on a quiet machine; a killed one goes on where it stopped.
+bench-medusa: setup
+	$(PY) scripts/quickstart.py --set eval.identity_prompts=null --output runs/bench
+
+bench-smollm2: setup
+	$(PY) scripts/quickstart.py --recipe smollm2-medusa.yaml --output runs/bench
+
 test-slow: setup
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow -n $(WORKERS)
 
