@@ -25,6 +25,11 @@ from headstart.target import Target
 from headstart.train.loop import Training
 from headstart.train.run_folder import RunFolder, open_run, refuse_existing
 
+LABELS_LOOKED_AT = 1024
+"""How many labels are compared with the target's own choice before training."""
+DATA_PARALLEL = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU")
+"""Accelerate's modes in which every process holds the whole model; the others need gradients scaled in other places."""
+
 
 def parse_arguments(description: str, arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of a training script; `description` is the script's docstring, its first commands included."""
@@ -71,6 +76,11 @@ def start_processes(recipe: Recipe, *, cpu: bool) -> Accelerator:
         mixed_precision="no",  # the recipe's dtype decides, not the launch configuration
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
     )
+    if mode(accelerator) not in DATA_PARALLEL:
+        raise TrainingError(
+            f"this launch is in mode {mode(accelerator)}, which is not built yet; launch plain data parallelism, as "
+            "recipes/accelerate/eight-gpu.yaml does"
+        )
     wanted, found = recipe.train.world_size, accelerator.num_processes
     if wanted not in ("any", found):
         raise TrainingError(
@@ -152,7 +162,7 @@ def foreign_answers(target: Target, rows: RowStore, recipe: Recipe) -> str | Non
         seed=recipe.seed,
         epoch=0,
     )
-    return agreement(target, (collate(rows, batch) for batch in plan)).warning()
+    return agreement(target, (collate(rows, batch) for batch in plan), max_tokens=LABELS_LOOKED_AT).warning()
 
 
 def describe(training: Training) -> str:
