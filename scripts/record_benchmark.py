@@ -1,0 +1,81 @@
+"""Puts the figures of a report into docs/benchmarks.json and writes the table of docs/benchmarks.md anew from all of them.
+
+    python scripts/record_benchmark.py quickstart runs/quickstart/report.json --note "one `make quickstart`, 11 minutes"
+
+An entry of the same name is replaced. What stands outside the table in docs/benchmarks.md is written by hand and stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = "<!-- table: written by scripts/record_benchmark.py -->", "<!-- end of table -->"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name")
+    parser.add_argument("report", type=Path)
+    parser.add_argument("--note", default="")
+    parser.add_argument("--docs", type=Path, default=Path("docs"))
+    options = parser.parse_args(arguments)
+    store = options.docs / "benchmarks.json"
+    entries = json.loads(store.read_text(encoding="utf-8")) if store.is_file() else {}
+    report = json.loads(options.report.read_text(encoding="utf-8"))
+    entries[options.name] = entry(report, options.note)
+    _write(store, json.dumps(entries, indent=1) + "\n")
+    page = options.docs / "benchmarks.md"
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _write(page, f"{before}{BEGIN}\n{table(entries)}{END}{rest.partition(END)[2]}")
+    return 0
+
+
+def entry(report: dict[str, Any], note: str) -> dict[str, Any]:
+    """The top level of the report, its settings, and its verdict on identity."""
+    top = {key: value for key, value in report.items() if key != "details"}
+    details = report["details"]
+    kept = {key: details[key] for key in ("settings", "answers", "by_category", "per_depth", "identity")}
+    return {"note": note, **top, **kept}
+
+
+def table(entries: dict[str, dict[str, Any]]) -> str:
+    """One line per entry."""
+    lines = [
+        "| name | date, commit | device, dtype | speedup | τ | forecast | drafted / plain / generate tok/s | note |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, one in entries.items():
+        where = one["environment"]
+        forecast = [one["forecast_acceptance_length"], one["forecast_speedup"]]
+        lines.append(
+            f"| {name} | {where['date'][:10]}, {where['commit'][:10]} | {where['device']} ({where['threads']} threads), "
+            f"{where['dtype']} | {_interval(one, 'speedup')} | {_interval(one, 'acceptance_length')} | "
+            f"τ {_two(forecast[0])}, x{_two(forecast[1])} | {_two(one['drafted_tokens_per_second'])} / "
+            f"{_two(one['plain_tokens_per_second'])} / {_two(one['transformers_generate_tokens_per_second'])} | "
+            f"{one['note']} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _two(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.2f}"
+
+
+def _interval(one: dict[str, Any], key: str) -> str:
+    interval = one[f"{key}_interval"]
+    return _two(one[key]) + ("" if interval is None else f" [{_two(interval[0])}, {_two(interval[1])}]")
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
