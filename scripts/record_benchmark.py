@@ -1,4 +1,4 @@
-"""Puts the figures of a report into docs/benchmarks.json and writes the table of docs/benchmarks.md anew from all of them.
+"""Puts the figures of a report into docs/benchmarks.json and writes the table of docs/benchmarks.md anew.
 
     python scripts/record_benchmark.py quickstart runs/quickstart/report.json --note "one `make quickstart`, 11 minutes"
 
@@ -51,10 +51,11 @@ def table(entries: dict[str, dict[str, Any]]) -> str:
     ]
     for name, one in entries.items():
         where = one["environment"]
+        machine = f"{where['device']} ({where['threads']} threads)"
         forecast = [one["forecast_acceptance_length"], one["forecast_speedup"]]
         lines.append(
-            f"| {name} | {where['date'][:10]}, {where['commit'][:10]} | {where['device']} ({where['threads']} threads), "
-            f"{where['dtype']} | {_interval(one, 'speedup')} | {_interval(one, 'acceptance_length')} | "
+            f"| {name} | {where['date'][:10]}, {where['commit'][:10]} | {machine}, {where['dtype']} | "
+            f"{_interval(one, 'speedup')} | {_interval(one, 'acceptance_length')} | "
             f"τ {_two(forecast[0])}, x{_two(forecast[1])} | {_two(one['drafted_tokens_per_second'])} / "
             f"{_two(one['plain_tokens_per_second'])} / {_two(one['transformers_generate_tokens_per_second'])} | "
             f"{one['note']} |"
