@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,8 +89,8 @@ def distill(
     report = SkipReport(str(output))
     waiting: dict[str, _Chat] = {}
     follow_ups: deque[_Chat] = deque()
-    progress = progress or Progress("answering", extra="tokens")
-    fresh = _new_chats(prompts, _written(output), report, progress)
+    shown = progress or Progress("answering", extra="tokens")
+    fresh = _new_chats(prompts, _written(output), report, shown)
 
     def questions() -> Iterator[Question]:
         while (chat := follow_ups.popleft() if follow_ups else next(fresh, None)) is not None:
@@ -102,7 +102,7 @@ def distill(
             waiting[question.request_id] = chat
             yield question
 
-    with output.open("a", encoding="utf-8") as lines, progress:
+    with output.open("a", encoding="utf-8") as lines, shown:
         more = True
         while more:  # again where second questions came up after the last first question was drawn
             for answer in generate(questions()):
@@ -110,30 +110,17 @@ def distill(
                 chat.said.append({"role": "assistant", "content": answer.text})
                 if chat.questions and not answer.cut and answer.text.strip():
                     follow_ups.append(chat)
-                    progress.add(0, answer.num_tokens)
+                    shown.add(0, answer.num_tokens)
                     continue
                 lines.write(_line(chat, answer.cut, temperature))
                 lines.flush()
-                progress.add(1, answer.num_tokens)
+                shown.add(1, answer.num_tokens)
             more = bool(follow_ups)
     if waiting:
         raise DataError(f"{len(waiting)} questions were not answered; the same command goes on with them.")
     if not report.rows:
         raise DataError("There are no prompts to answer; name a file with at least one user turn in it.")
     return report
-
-
-def answer_from_tokens(
-    tokenizer: PreTrainedTokenizerBase,
-    request_id: str,
-    token_ids: Sequence[int],
-    *,
-    cut: bool,
-    end_token_ids: Sequence[int],
-) -> Answer:
-    """The answer in the engine's new tokens: their text without the end token, which the chat template writes."""
-    words = token_ids[:-1] if token_ids and token_ids[-1] in end_token_ids else token_ids
-    return Answer(request_id, tokenizer.decode(words, skip_special_tokens=False), cut, len(token_ids))
 
 
 def run(

@@ -104,7 +104,7 @@ def _plain_text(record: Mapping[str, Any], merge: bool) -> dict[str, Any]:
 
 def _ids(record: Mapping[str, Any], merge: bool) -> dict[str, Any]:
     ids = _field(record, "input_ids")
-    if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
+    if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < 2**31 for token in ids):
         raise SkipRow("field 'input_ids' is not a list of token ids")
     if not ids:
         raise SkipRow("no tokens")
@@ -164,4 +164,5 @@ def _is_label(value: object) -> bool:
 
 
 def _label(record: Mapping[str, Any], *keys: str) -> str | None:
-    return next((str(record[key]) for key in keys if _is_label(record.get(key))), None)
+    found = next((str(record[key]) for key in keys if _is_label(record.get(key))), None)
+    return found and found.encode(errors="replace").decode()

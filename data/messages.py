@@ -154,15 +154,17 @@ def list_of(value: object) -> list[Any]:
 
 def text_of(value: object, field: str) -> str:
     """Text as a string, as text parts (joined), or as a whole number; the type may differ from record to record."""
-    if isinstance(value, str):
-        return value
     if type(value) is int:
-        return str(value)
-    if isinstance(value, Mapping):
-        value = [value]
-    if isinstance(value, list):
-        return "".join(_part(part, field) for part in value)
-    raise SkipRow(f"field '{field}' is {type_name(value)}", "text expected")
+        value = str(value)
+    parts = value if isinstance(value, list) else [value]
+    if not isinstance(value, str | list | Mapping):
+        raise SkipRow(f"field '{field}' is {type_name(value)}", "text expected")
+    text = "".join(_part(part, field) for part in parts)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON allows half a surrogate pair; no tokenizer does
+        raise SkipRow("half a character", f"field '{field}'") from None
+    return text
 
 
 def _part(part: object, field: str) -> str:

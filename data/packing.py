@@ -14,6 +14,7 @@ import random
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import overload
 
 import numpy as np
 import torch
@@ -92,7 +93,11 @@ class RowStore(Sequence[Row]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index):
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
         if isinstance(index, slice):
             return [self[number] for number in range(len(self))[index]]
         return replace(
@@ -100,7 +105,17 @@ class RowStore(Sequence[Row]):
         )
 
     def lengths(self) -> list[int]:
+        """Tokens of every row."""
         return [len(ids) for ids in self._ids]
+
+    def take(self, numbers: Sequence[int]) -> RowStore:
+        """A store of these rows, in this order, over the same arrays."""
+        taken = RowStore()
+        for number in numbers:
+            taken._rows.append(self._rows[number])
+            taken._ids.append(self._ids[number])
+            taken._supervised.append(self._supervised[number])
+        return taken
 
 
 def batches(
@@ -116,11 +131,15 @@ def batches(
 ) -> list[list[list[int]]]:
     """The batches of one rank in one epoch: batch -> sequence -> row numbers. Every call with these values is the same.
 
+    Which rows share a sequence follows from the seed alone, so that a sequence comes back in every epoch; their order
+    follows from the epoch too.
     All rows of all ranks together are the whole data, each once. Sequence t of the epoch is the same for every batch
     size and number of ranks: two ranks of two sequences take in a step what one rank of four does. The last step may be
     short, and a rank may get an empty batch in it, so that all ranks take the same number of steps.
     """
-    sequences = _lay_out(_lengths(rows), max_length, packing, random.Random(f"headstart {seed} {epoch}"))
+    groups = _lay_out(_lengths(rows), max_length, packing, random.Random(f"headstart {seed}"))
+    random.Random(f"headstart {seed} {epoch}").shuffle(groups)
+    sequences = [sequence for group in groups for sequence in group]
     per_step = batch_size * world_size
     own = []
     for start in range(0, len(sequences), per_step):
@@ -133,8 +152,8 @@ def _lengths(rows: Sequence[Row]) -> list[int]:
     return rows.lengths() if isinstance(rows, RowStore) else [len(row.input_ids) for row in rows]
 
 
-def _lay_out(lengths: list[int], max_length: int, packing: bool, random_order: random.Random) -> list[list[int]]:
-    """Sequences of row numbers in shuffled order."""
+def _lay_out(lengths: list[int], max_length: int, packing: bool, random_order: random.Random) -> list[list[list[int]]]:
+    """Groups of sequences of row numbers: what stays together in every epoch."""
     assert max(lengths, default=0) <= max_length, "rows are cut to max_length when they are rendered"
     order = list(range(len(lengths)))
     random_order.shuffle(order)
@@ -145,8 +164,7 @@ def _lay_out(lengths: list[int], max_length: int, packing: bool, random_order: r
             groups += [[sequence] for sequence in _pack(window, lengths, max_length)]
         else:
             groups += [[[row] for row in window[first : first + RUN]] for first in range(0, len(window), RUN)]
-    random_order.shuffle(groups)
-    return [sequence for group in groups for sequence in group]
+    return groups
 
 
 def _pack(window: list[int], lengths: list[int], max_length: int) -> list[list[int]]:

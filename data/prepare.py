@@ -13,7 +13,7 @@ import hashlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from rich.console import Console
@@ -23,7 +23,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from headstart.data.messages import Conversation, SkipRow
 from headstart.data.packing import RowStore
 from headstart.data.progress import Progress
-from headstart.data.rendering import ChatRenderer, Row, label_runs
+from headstart.data.rendering import ChatRenderer, Row, decode, label_runs
 from headstart.data.reports import SkipReport
 from headstart.data.sources import read_all, with_limit
 from headstart.errors import DataError
@@ -66,17 +66,15 @@ def prepare(
     vocab_size and max_positions: the target's, read from its weights and configuration; a row that exceeds one is
     refused by name. Raises DataError where a file gives no row that can be learnt from.
     """
-    rendering = _Rendering(recipe, tokenizer, vocab_size, max_positions)
+    reader = _Reader(recipe, tokenizer, vocab_size, max_positions)
     if recipe.data.held_out.sources:
-        held_out, reports = rendering.rows(recipe.data.held_out.sources, "held-out rows")
-        kept_away = {key for key, _ in held_out}
-        train, train_reports = rendering.rows(recipe.data.train, "training rows", kept_away)
-        return Prepared(_store(train), _store(held_out), train_reports, reports)
-    rows, reports = rendering.rows(recipe.data.train, "training rows")
-    chosen = choose_held_out([key for key, _ in rows], recipe.data.held_out.fraction or 0.0)
-    train = [entry for number, entry in enumerate(rows) if number not in chosen]
-    held_out = [entry for number, entry in enumerate(rows) if number in chosen]
-    return Prepared(_store(train), _store(held_out), reports)
+        held_out = reader.read(recipe.data.held_out.sources, "held-out rows")
+        train = reader.read(recipe.data.train, "training rows", kept_away=set(held_out.keys))
+        return Prepared(train.rows, held_out.rows, train.reports, held_out.reports)
+    part = reader.read(recipe.data.train, "training rows")
+    chosen = choose_held_out(part.keys, recipe.data.held_out.fraction or 0.0)
+    rest = [number for number in range(len(part.rows)) if number not in chosen]
+    return Prepared(part.rows.take(rest), part.rows.take(sorted(chosen)), part.reports)
 
 
 def choose_held_out(keys: list[str], fraction: float) -> set[int]:
@@ -108,7 +106,16 @@ def prompt_key(conversation: Conversation) -> str:
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
 
-class _Rendering:
+@dataclass
+class _Part:
+    """The usable rows of some sources, each with its prompt key, and the reports by file."""
+
+    rows: RowStore = field(default_factory=RowStore)
+    keys: list[str] = field(default_factory=list)
+    reports: dict[str, SkipReport] = field(default_factory=dict)
+
+
+class _Reader:
     """Reads sources, renders their rows and checks that the target can take them."""
 
     def __init__(
@@ -119,39 +126,40 @@ class _Rendering:
         self.vocab_size, self.max_positions = vocab_size, positions
         self.tokenizer = tokenizer
 
-    def rows(
-        self, sources: Iterable[Source], label: str, kept_away: frozenset[str] | set[str] = frozenset()
-    ) -> tuple[list[tuple[str, Row]], dict[str, SkipReport]]:
-        """(prompt key, row) of every usable row, and the reports by file."""
-        reports: dict[str, SkipReport] = {}
-        kept: list[tuple[str, Row]] = []
+    def read(self, sources: Iterable[Source], label: str, kept_away: Container[str] = ()) -> _Part:
+        """All usable rows but those whose prompt is `kept_away`."""
+        part = _Part()
         with Progress(f"rendering {label}") as progress:
-
-            def counted() -> Iterator[Conversation]:
-                for conversation in read_all(sources, reports, announce=progress.expect):
-                    progress.add()
-                    if prompt_key(conversation) in kept_away:
-                        reports[conversation.file].skip(conversation.origin, SkipRow("its prompt is held out"))
-                    else:
-                        yield conversation
-
-            for rendered in self.renderer.rows(counted(), self.max_length):
-                conversation, row, report = rendered.conversation, rendered.row, reports[rendered.conversation.file]
+            conversations = self._conversations(sources, part, kept_away, progress)
+            for rendered in self.renderer.rows(conversations, self.max_length):
+                row, report = rendered.row, part.reports[rendered.conversation.file]
                 if row is None:
-                    report.skip(conversation.origin, rendered.why)
+                    assert rendered.why is not None
+                    report.skip(rendered.conversation.origin, rendered.why)
                     continue
                 self._check_ids(row)
                 report.count(row.supervised, row.truncated, rendered.mismatch, row.origin)
-                kept.append((prompt_key(conversation), row))
-        for report in reports.values():
+                part.rows.append(row)
+                part.keys.append(prompt_key(rendered.conversation))
+        for report in part.reports.values():
             _check(report)
-        return kept, reports
+        return part
+
+    def _conversations(
+        self, sources: Iterable[Source], part: _Part, kept_away: Container[str], progress: Progress
+    ) -> Iterator[Conversation]:
+        for conversation in read_all(sources, part.reports, announce=progress.expect):
+            progress.add()
+            if prompt_key(conversation) in kept_away:
+                part.reports[conversation.file].skip(conversation.origin, SkipRow("its prompt is held out"))
+            else:
+                yield conversation
 
     def _check_ids(self, row: Row) -> None:
         largest = max(row.input_ids)
         if self.vocab_size is not None and largest >= self.vocab_size:
             raise DataError(
-                f"{row.origin} holds token id {largest} ({self.tokenizer.decode([largest])!r}), and the target has "
+                f"{row.origin} holds token id {largest} ({decode(self.tokenizer, [largest])!r}), and the target has "
                 f"{self.vocab_size} rows of output weights, ids 0 to {self.vocab_size - 1}; take the tokenizer that "
                 "belongs to the target, or leave that row out."
             )
@@ -163,17 +171,13 @@ class _Rendering:
 
 
 def _check(report: SkipReport) -> None:
-    """Refuses a file that nothing can be learnt from; warns about one where there is hardly anything."""
+    """Refuses a file that nothing can be learnt from."""
     if not report.kept:
         supervised = f" 0 of {report.tokens} tokens supervised." if report.tokens else ""
         raise DataError(
             f"No row of {report.name} can be learnt from.{supervised} Its {report.rows} rows were skipped: "
             f"{report.reasons()}. Mend the first of them, or see which formats `data.train` takes."
         )
-
-
-def _store(entries: list[tuple[str, Row]]) -> RowStore:
-    return RowStore([row for _, row in entries])
 
 
 def show_row(row: Row, tokenizer: PreTrainedTokenizerBase) -> Text:
@@ -183,10 +187,10 @@ def show_row(row: Row, tokenizer: PreTrainedTokenizerBase) -> Text:
     )
     position = 0
     for start, end in label_runs(row):
-        shown.append(tokenizer.decode(row.input_ids[position:start]), "not bold dim")
-        shown.append(f"[[{tokenizer.decode(row.input_ids[start:end])}]]", "not bold green")
+        shown.append(decode(tokenizer, row.input_ids[position:start]), "not bold dim")
+        shown.append(f"[[{decode(tokenizer, row.input_ids[start:end])}]]", "not bold green")
         position = end
-    shown.append(tokenizer.decode(row.input_ids[position:]), "not bold dim")
+    shown.append(decode(tokenizer, row.input_ids[position:]), "not bold dim")
     return shown
 
 
@@ -203,7 +207,7 @@ def run(recipe: Recipe, *, limit: int | None = None, show: int = 1) -> Prepared:
     print(prepared.summary())
     console = Console(file=sys.stdout, highlight=False)
     for row in prepared.train[:show]:
-        console.print(show_row(row, tokenizer))
+        console.print(show_row(row, tokenizer), soft_wrap=True)
     return prepared
 
 

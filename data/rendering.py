@@ -109,7 +109,8 @@ class ChatRenderer:
             for conversation, chat in zip(chunk, laid_out, strict=True):
                 try:
                     if isinstance(chat, SkipRow):
-                        raise chat
+                        yield Rendered(conversation, why=chat)
+                        continue
                     if chat is None:
                         row = _cut(conversation, *self._without_template(conversation), max_length)
                         yield Rendered(conversation, row)
@@ -177,7 +178,7 @@ class ChatRenderer:
         if not any(between) or between[0]:
             return None
         extra = row.input_ids[len(prompt) : len(prompt) + between.index(True)]
-        return f"the row has {self.tokenizer.decode(extra)!r} before the answer, and the prompt hasn't"
+        return f"the row has {decode(self.tokenizer, extra)!r} before the answer, and the prompt hasn't"
 
     def _without_template(self, conversation: Conversation) -> tuple[list[int], list[bool]]:
         if conversation.text is None:
@@ -197,18 +198,20 @@ class ChatRenderer:
                 "rendered: use an instruction-tuned target, or rows of plain text."
             )
         try:
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=generation_prompt, **self.chat.arguments
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             raise SkipRow(f"the chat template refuses it: {error}", role_list(list(messages))) from None
+        assert isinstance(text, str)
+        return text
 
     def _encode(self, texts: list[str]) -> BatchEncoding:
         # the template has written every special token that belongs there; the tokenizer must not add a second begin
         return self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
 
     def _name(self, token: int) -> str:
-        return f"{token} {self.tokenizer.decode([token])!r}"
+        return f"{token} {decode(self.tokenizer, [token])!r}"
 
 
 def _cut(conversation: Conversation, input_ids: list[int], supervised: list[bool], max_length: int) -> Row:
@@ -227,6 +230,13 @@ def _cut(conversation: Conversation, input_ids: list[int], supervised: list[bool
         origin=conversation.origin,
         truncated=len(input_ids) > max_length,
     )
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    """The text of the tokens, special ones spelt out."""
+    text = tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
 
 
 def label_runs(row: Row) -> list[tuple[int, int]]:

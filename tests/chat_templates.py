@@ -84,6 +84,7 @@ NO_TURN_END = (
 )
 
 # Templates whose answers can't be told exactly: letters changed, an answer written twice, an answer left out.
+CHANGED = "{% for message in messages %}{{ message['content'] | replace('s', 'z') }}<|turn_end|>{% endfor %}"
 UPPER = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] | upper }}<|turn_end|>{% endfor %}"
 TWICE = "{% for message in messages %}{{ message['content'] }}|{{ message['content'] }}<|turn_end|>{% endfor %}"
 SKIPS = "{% for message in messages %}{% if message['role'] == 'user' %}{{ message['content'] }}{% endif %}{% endfor %}"

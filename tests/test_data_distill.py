@@ -9,14 +9,16 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from headstart.data.distill import Answer, Question, answer_from_tokens, distill
+from headstart.data.distill import Answer, Question, distill
 from headstart.data.distill import run as run_distill
 from headstart.data.messages import Conversation
 from headstart.data.prepare import prepare
-from headstart.data.rendering import ChatRenderer, label_runs
+from headstart.data.rendering import ChatRenderer, decode, label_runs
 from headstart.errors import DataError
 from headstart.recipe import ChatSection, Recipe
 from tests import tiny
@@ -102,7 +104,7 @@ def test_the_prompt_of_a_question_holds_the_answers_before_it(tmp_path):
     render = renderer(system="S")
     distill([prompt(1, "a", "b")], generate, render, tmp_path / "out.jsonl", settings=SETTINGS)
     assert [question.prompt_ids for question in asked] == [render.prompt(question.messages) for question in asked]
-    assert render.tokenizer.decode(asked[1].prompt_ids).startswith(
+    assert decode(render.tokenizer, asked[1].prompt_ids).startswith(
         "<system>S<|turn_end|>\n<user>a<|turn_end|>\n<assistant>A"
     )
     assert [len(question.messages) for question in asked] == [1, 3]
@@ -272,9 +274,21 @@ def test_a_question_that_gets_no_answer_is_an_error(tmp_path):
         answered([prompt(1), prompt(2)], tmp_path / "out.jsonl", lambda questions: list(in_order(questions))[:1])
 
 
-def test_the_end_token_is_no_part_of_the_answer():
-    tokenizer = tiny.tokenizer()
-    ends = (tiny.END, tiny.TURN_END)
-    done = answer_from_tokens(tokenizer, "r", [*b"ok", tiny.TURN_END], cut=False, end_token_ids=ends)
-    assert (done.text, done.cut, done.num_tokens) == ("ok", False, 3)
-    assert answer_from_tokens(tokenizer, "r", list(b"ok"), cut=True, end_token_ids=ends).text == "ok"
+def test_the_engine_answers_in_batches(tmp_path):
+    """Through the real decoder: rows join and leave, and each answer is what the target says to that chat alone."""
+    from headstart.scripts.distill import answer_with
+
+    target = tiny.target("llama", dtype=torch.float64)
+    render = ChatRenderer(target.tokenizer, ChatSection())
+    output = tmp_path / "out.jsonl"
+    prompts = [prompt(number) for number in range(7)]
+    report = distill(prompts, answer_with(target, 6, 0.0, 3), render, output, settings=SETTINGS)
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert report.kept == 7 and len({row["row_id"] for row in rows}) == 7
+    hugging_face: Any = target.model.generate
+    for row in rows:
+        asked = render.prompt(row["messages"][:1])
+        plain = hugging_face(torch.tensor([asked]), max_new_tokens=6, do_sample=False)[0, len(asked) :].tolist()
+        assert row["cut"] == (plain[-1] not in target.end_token_ids)
+        words = decode(target.tokenizer, plain if row["cut"] else plain[:-1])
+        assert row["messages"][1]["content"] == (words.rstrip("\ufffd") if row["cut"] else words)

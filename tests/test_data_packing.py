@@ -84,10 +84,10 @@ def test_attention_is_causal_within_the_document():
             for document, number in enumerate(sequence)
             for position in range(len(rows[number].input_ids))
         ]
-        places += [(None, None)] * (tokens.input_ids.shape[1] - len(places))
+        places += [(-1, -1)] * (tokens.input_ids.shape[1] - len(places))
         for query, (document, position) in enumerate(places):
             for key, (other, earlier) in enumerate(places):
-                real = document is not None and document == other and earlier <= position
+                real = document >= 0 and document == other and earlier <= position
                 assert bool(allowed[line, query, key]) == (real or query == key)
                 if real:
                     assert distance[line, query, key] == position - earlier
@@ -206,5 +206,7 @@ def test_a_row_store_is_a_sequence_of_rows():
     store = RowStore(rows)
     assert list(store) == rows and store[1:3] == rows[1:3] and store[-1] == rows[-1]
     assert len(store) == 5 and store.lengths() == [len(one.input_ids) for one in rows]
+    taken = store.take([3, 0])
+    assert list(taken) == [rows[3], rows[0]] and taken.lengths() == [store.lengths()[3], store.lengths()[0]]
     with pytest.raises(IndexError):
         store[5]

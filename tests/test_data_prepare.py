@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -206,9 +207,10 @@ def test_agreement_tells_the_targets_own_answers_from_foreign_ones():
     target = tiny.target("llama", dtype=torch.float64)
     draw = random.Random(0)
     own, foreign = [], []
+    generate: Any = target.model.generate
     for number in range(40):
         prompt = [draw.randrange(256) for _ in range(6)]
-        answer = target.model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, 6:].tolist()
+        answer = generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, 6:].tolist()
         mask = [False] * 6 + [True] * len(answer)
         own.append(Row(f"own {number}", prompt + answer, mask))
         foreign.append(Row(f"foreign {number}", prompt + [draw.randrange(264) for _ in answer], mask))

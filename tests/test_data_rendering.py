@@ -7,7 +7,7 @@ import random
 import pytest
 
 from headstart.data.messages import Conversation, Message, SkipRow
-from headstart.data.rendering import ChatRenderer, Row, label_runs
+from headstart.data.rendering import ChatRenderer, Row, decode, label_runs
 from headstart.errors import DataError
 from headstart.recipe import ChatSection
 from headstart.target import load_tokenizer
@@ -29,7 +29,7 @@ def renderer(template: str | None = tiny.CHAT_TEMPLATE, *, chat: ChatSection | N
 
 def labelled(render: ChatRenderer, row: Row) -> list[str]:
     """The text of each run of labels."""
-    return [render.tokenizer.decode(row.input_ids[start:end]) for start, end in label_runs(row)]
+    return [decode(render.tokenizer, row.input_ids[start:end]) for start, end in label_runs(row)]
 
 
 def mismatch(render: ChatRenderer, conversation: Conversation) -> str | None:
@@ -38,7 +38,7 @@ def mismatch(render: ChatRenderer, conversation: Conversation) -> str | None:
 
 
 def text(render: ChatRenderer, row: Row) -> str:
-    return render.tokenizer.decode(row.input_ids)
+    return decode(render.tokenizer, row.input_ids)
 
 
 def test_words_and_turn_ends_are_labels_without_generation_markers():
@@ -61,8 +61,8 @@ def test_the_same_words_in_two_answers_and_in_the_questions():
     assert labelled(render, row) == ["same<|turn_end|>"] * 2
     assert [end - start for start, end in label_runs(row)] == [5, 5]
     first, second = (start for start, _ in label_runs(row))
-    assert render.tokenizer.decode(row.input_ids[:first]).endswith("<assistant><t></t>")
-    assert render.tokenizer.decode(row.input_ids[:second]).endswith("same<|turn_end|><assistant><t></t>")
+    assert decode(render.tokenizer, row.input_ids[:first]).endswith("<assistant><t></t>")
+    assert decode(render.tokenizer, row.input_ids[:second]).endswith("same<|turn_end|><assistant><t></t>")
 
 
 def test_only_what_the_generation_prompt_supplies_is_taken_from_the_turn():
@@ -71,10 +71,10 @@ def test_only_what_the_generation_prompt_supplies_is_taken_from_the_turn():
         render = renderer(template)
         conversation = chat("question", "answer")
         row = render.row(conversation, LONG)
-        prompt = render.prompt(conversation.messages[:1])
+        prompt = render.prompt((conversation.messages or ())[:1])
         ((start, end),) = label_runs(row)
         assert row.input_ids[:start] == prompt
-        assert text(render, row)[len(render.tokenizer.decode(prompt)) :].rstrip("\n") == "answer<|turn_end|>"
+        assert text(render, row)[len(decode(render.tokenizer, prompt)) :].rstrip("\n") == "answer<|turn_end|>"
 
 
 def test_a_default_system_turn_belongs_to_the_context():
@@ -84,7 +84,7 @@ def test_a_default_system_turn_belongs_to_the_context():
     assert labelled(render, row) == ["Be good.<|turn_end|>"]
     own = renderer(chat_templates.DEFAULT_SYSTEM, chat=ChatSection(system="Be brief."))
     assert text(own, own.row(chat("a", "b"), LONG)).startswith("<system>Be brief.<|turn_end|>\n<user>a")
-    assert own.tokenizer.decode(own.prompt([{"role": "user", "content": "a"}])).startswith("<system>Be brief.")
+    assert decode(own.tokenizer, own.prompt([{"role": "user", "content": "a"}])).startswith("<system>Be brief.")
 
 
 @pytest.mark.parametrize("thinking", [None, False])
@@ -143,7 +143,9 @@ def test_turns_that_no_token_ends():
     assert labelled(render, render.row(chat("q", "a\n", "q", "b"), LONG)) == ["a\n", "b"]
 
 
-@pytest.mark.parametrize("template", [chat_templates.UPPER, chat_templates.TWICE, chat_templates.SKIPS])
+@pytest.mark.parametrize(
+    "template", [chat_templates.CHANGED, chat_templates.UPPER, chat_templates.TWICE, chat_templates.SKIPS]
+)
 def test_answers_that_cannot_be_told_exactly_are_refused(template):
     with pytest.raises(SkipRow, match="can't be found exactly"):
         renderer(template).row(chat("question", "answer"), LONG)
@@ -234,8 +236,8 @@ def test_template_arguments_reach_rows_and_prompts_and_a_mismatch_is_said():
     """B11: the prompt's ids begin the row's, or the first differing token is named."""
     conversation = chat("q", "ok")
     with_thought = renderer(chat_templates.THOUGHT_BY_ARGUMENT, chat=ChatSection(arguments={"enable_thinking": False}))
-    prompt = with_thought.prompt(conversation.messages[:1])
-    assert with_thought.tokenizer.decode(prompt).endswith("<assistant><t></t>")
+    prompt = with_thought.prompt((conversation.messages or ())[:1])
+    assert decode(with_thought.tokenizer, prompt).endswith("<assistant><t></t>")
     first = len("<user>q") + 1 + len("<assistant>")
     assert mismatch(with_thought, conversation) == (
         f"token {first} is {ord('o')} 'o' in the row, {ord('<')} '<' in the prompt"
@@ -304,7 +306,7 @@ def test_labels_lie_inside_the_assistants_turns_for_any_contents(name):
                 continue  # a template that looks ahead: the tests above hold its cases
             low, high = (len(ids) for ids in render._encode([start, stop])["input_ids"])
             inside = [position for position in range(low, high) if row.supervised[position]]
-            words = render.tokenizer.decode([row.input_ids[position] for position in inside])
+            words = decode(render.tokenizer, [row.input_ids[position] for position in inside])
             own = message["content"].split("</think>")[-1].strip()
             assert own in words
             assert inside == list(range(inside[0], inside[-1] + 1))

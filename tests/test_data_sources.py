@@ -72,6 +72,7 @@ def test_a_field_may_change_its_type_from_line_to_line(tmp_path):
             {"id": 6, "messages": [{"role": "user", "content": 4.5}, ANSWER]},
             {"id": 7, "messages": json.dumps([QUESTION, ANSWER])},
             {"id": 8, "messages": "none"},
+            {"id": "\ud83d", "messages": [{"role": "user", "content": "\ud83d"}, ANSWER]},
         )
     )
     assert [pairs(row)[0][1] for row in rows] == ["a", "ac", "d", "42", "a"]
@@ -80,6 +81,7 @@ def test_a_field_may_change_its_type_from_line_to_line(tmp_path):
         "image part": ["line 3"],
         "field 'content' is a number": ["line 6, text expected"],
         "the turns are not a list": ["line 8, found a string"],
+        "half a character": ["line 9, field 'content'"],
     }
 
 
