@@ -17,6 +17,7 @@ from statistics import mean, median
 
 from headstart.decode.engine import StepRecord
 
+Number = int | float
 LOOP_NGRAM, LOOP_TIMES = 8, 3
 """An answer loops if one of its 8-grams occurs three times."""
 
@@ -93,14 +94,14 @@ def count_steps(answers: Iterable[Iterable[StepRecord]]) -> StepCounts:
     )
 
 
-def ratio(numerator: float, denominator: float) -> float | None:
+def ratio(numerator: Number, denominator: Number) -> float | None:
     """The quotient, or None where nothing was counted."""
     return numerator / denominator if denominator else None
 
 
-def mean_and_median(values: Iterable[float | None]) -> dict[str, float | None]:
+def mean_and_median(values: Iterable[Number | None]) -> dict[str, float | None]:
     """Over prompts, those without a value left out: one prompt, one vote, unlike the pooled figures."""
-    known = [value for value in values if value is not None]
+    known = [float(value) for value in values if value is not None]
     return {"mean": mean(known) if known else None, "median": median(known) if known else None}
 
 

@@ -9,6 +9,8 @@ import math
 from collections.abc import Sequence
 from html import escape
 
+from headstart.eval.acceptance import Number
+
 WIDTH = 360
 ROW, LABEL = 22, 118
 SERIES = ("one", "two", "three", "four")
@@ -16,10 +18,10 @@ SERIES = ("one", "two", "three", "four")
 
 def horizontal_bars(
     title: str,
-    rows: Sequence[tuple[str, float | None]],
+    rows: Sequence[tuple[str, Number | None]],
     *,
     intervals: Sequence[tuple[float, float] | None] | None = None,
-    reference: float | None = None,
+    reference: Number | None = None,
     unit: str = "",
 ) -> str:
     """One bar per row with its value, and a whisker where there is an interval; `reference` is a dashed line."""
@@ -49,7 +51,7 @@ def horizontal_bars(
     return _svg(title, height, parts)
 
 
-def columns(title: str, labels: Sequence[str], series: Sequence[tuple[str, Sequence[float | None]]]) -> str:
+def columns(title: str, labels: Sequence[str], series: Sequence[tuple[str, Sequence[Number | None]]]) -> str:
     """Groups of columns between 0 and 1, one group per label, one column per series, with a legend."""
     height, bottom, left = 190, 150, 30
     group = (WIDTH - left - 8) / max(len(labels), 1)
@@ -73,7 +75,7 @@ def columns(title: str, labels: Sequence[str], series: Sequence[tuple[str, Seque
     return _svg(title, height, parts + _legend([name for name, _ in series], height - 8))
 
 
-def dots(title: str, values: Sequence[float], *, reference: float, unit: str = "") -> str:
+def dots(title: str, values: Sequence[Number], *, reference: Number, unit: str = "") -> str:
     """Values in ascending order, one dot each, with a dashed line at `reference`."""
     height, bottom, left = 180, 160, 34
     ordered = sorted(values)
@@ -93,7 +95,7 @@ def dots(title: str, values: Sequence[float], *, reference: float, unit: str = "
     return _svg(title, height, parts)
 
 
-def stacked_bars(title: str, rows: Sequence[tuple[str, Sequence[float]]], names: Sequence[str], unit: str) -> str:
+def stacked_bars(title: str, rows: Sequence[tuple[str, Sequence[Number]]], names: Sequence[str], unit: str) -> str:
     """One bar per row, made of its parts in order, with the total behind it and a legend."""
     top = max([sum(parts) for _, parts in rows] + [1e-12])
     left = 62
@@ -114,7 +116,7 @@ def stacked_bars(title: str, rows: Sequence[tuple[str, Sequence[float]]], names:
     return _svg(title, height, drawn + _legend(names, height - 8))
 
 
-def _legend(names: Sequence[str], y: float) -> list[str]:
+def _legend(names: Sequence[str], y: Number) -> list[str]:
     parts, x = [], 34.0
     for place, name in enumerate(names):
         parts.append(f'<rect class="{SERIES[place]}" x="{x}" y="{y - 9}" width="10" height="10"/>')
@@ -123,18 +125,18 @@ def _legend(names: Sequence[str], y: float) -> list[str]:
     return parts
 
 
-def _svg(title: str, height: float, parts: Sequence[str]) -> str:
+def _svg(title: str, height: Number, parts: Sequence[str]) -> str:
     return (
         f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {WIDTH} {height:g}" role="img" '
         f'aria-label="{escape(title, quote=True)}">{"".join(parts)}</svg></figure>'
     )
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+def _text(x: Number, y: Number, text: str, anchor: str = "start") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _line(x1: float, y1: float, x2: float, y2: float, style: str) -> str:
+def _line(x1: Number, y1: Number, x2: Number, y2: Number, style: str) -> str:
     return f'<line class="{style}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
 
 

@@ -74,7 +74,8 @@ def choose_tree(folder: Path, size: int | str) -> tuple[list[TreePath], dict[str
         wanted = int(stored["best"] if size == "auto" else size)
         chosen = max((one for one in sizes if one <= wanted), default=sizes[0])
         tree = [tuple(map(int, node)) for node in stored["choices"][str(chosen)]]
-        forecast = stored.get("forecast", {}) if chosen == int(stored["best"]) else {}
+        forecasts = stored.get("forecasts") or {str(stored["best"]): stored["forecast"]}
+        forecast = forecasts.get(str(chosen), {})
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise HeadError(f"{path} is no file of trees ({error!r}); make it anew with `headstart tune`") from None
     return tree, forecast

@@ -12,6 +12,8 @@ import numpy as np
 from jaxtyping import Float
 from scipy.stats import binomtest
 
+from headstart.eval.acceptance import Number
+
 RESAMPLES = 4000
 Interval = tuple[float, float]
 Sums = Float[np.ndarray, "resamples"]
@@ -19,7 +21,7 @@ Sums = Float[np.ndarray, "resamples"]
 
 
 def bootstrap(
-    columns: Sequence[Sequence[float]],
+    columns: Sequence[Sequence[Number]],
     statistic: Callable[..., Sums],
     *,
     seed: int = 0,
@@ -45,16 +47,16 @@ def bootstrap(
     return float(low), float(high)
 
 
-def ratio_interval(numerators: Sequence[float], denominators: Sequence[float], *, seed: int = 0) -> Interval | None:
+def ratio_interval(numerators: Sequence[Number], denominators: Sequence[Number], *, seed: int = 0) -> Interval | None:
     """Of sum(numerators) / sum(denominators): an acceptance length from tokens and steps per prompt."""
     return bootstrap([numerators, denominators], lambda top, bottom: top / bottom, seed=seed)
 
 
 def speedup_interval(
-    drafted_tokens: Sequence[float],
-    drafted_seconds: Sequence[float],
-    plain_tokens: Sequence[float],
-    plain_seconds: Sequence[float],
+    drafted_tokens: Sequence[Number],
+    drafted_seconds: Sequence[Number],
+    plain_tokens: Sequence[Number],
+    plain_seconds: Sequence[Number],
     *,
     seed: int = 0,
 ) -> Interval | None:

@@ -76,13 +76,14 @@ def measure(trained: Trained, plans: Sequence[DrafterPlan]) -> Report:
     prepack(target)
     contenders = {plan.name: Contender(plan.make(target), plan.budget) for plan in plans}
     questions = choose(load_questions(recipe, target.tokenizer), recipe.eval.num_prompts)
+    temperatures = [float(temperature) for temperature in recipe.eval.temperature]
     reports: dict[float, dict[str, Report]] = {}
-    for temperature in recipe.eval.temperature:
+    for temperature in temperatures:
         measured = _decode(trained, contenders, questions, temperature)
         reports[temperature] = {
             plan.name: _report(trained, plan, contenders[plan.name], measured, temperature) for plan in plans
         } or {PLAIN: _report(trained, None, Contender(NoDraft(), 1), measured, temperature)}
-    by_name = reports[recipe.eval.temperature[0]]
+    by_name = reports[temperatures[0]]
     first, report = next(iter(by_name.items()))
     report["details"]["drafters"] = [line(_without_path(name), one) for name, one in by_name.items()]
     report["details"]["temperatures"] = [

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from headstart.decode.engine import StepRecord
-from headstart.eval.acceptance import FORMULAS, StepCounts, count_steps, loops, mean_and_median, ratio
+from headstart.eval.acceptance import FORMULAS, Number, StepCounts, count_steps, loops, mean_and_median, ratio
 from headstart.eval.identity import first_difference
 from headstart.eval.intervals import Interval, ratio_interval, speedup_interval
 from headstart.eval.timing import PLAIN, Answer, Measurement, Timed
@@ -45,7 +45,7 @@ def summarise(run: Measurement, drafter: str) -> Figures:
     return headline | {"details": _details(run, kept, looping, asked, drafter)}
 
 
-def token_rates(tokens: Sequence[float], seconds: Sequence[float]) -> dict[str, float | None]:
+def token_rates(tokens: Sequence[Number], seconds: Sequence[Number]) -> dict[str, float | None]:
     """Tokens per second: `pooled` is sum / sum, which long answers weigh in; `mean` and `median` are over answers."""
     rates = [ratio(count, time) for count, time in zip(tokens, seconds, strict=True)]
     return {"pooled": ratio(sum(tokens), sum(seconds)), **mean_and_median(rates)}
@@ -94,7 +94,7 @@ def _difference(answer: Answer, drafter: str) -> int | None:
     return first_difference(answer.arms[PLAIN].token_ids, answer.arms[drafter].token_ids)
 
 
-def _over(top: float | None, bottom: float | None) -> float | None:
+def _over(top: Number | None, bottom: Number | None) -> float | None:
     return None if top is None or bottom is None else ratio(top, bottom)
 
 
@@ -119,7 +119,7 @@ def _speedup(answers: Sequence[Answer], drafter: str) -> float | None:
     )
 
 
-def _group_sums(answers: Sequence[Answer], value: Callable[[Answer], float]) -> list[float]:
+def _group_sums(answers: Sequence[Answer], value: Callable[[Answer], Number]) -> list[Number]:
     """Per group of questions decoded together; what the bootstrap draws."""
     groups = groupby(sorted(answers, key=lambda answer: answer.group), key=lambda answer: answer.group)
     return [sum(map(value, members)) for _, members in groups]
@@ -149,7 +149,7 @@ def _both(answers: Sequence[Answer], drafter: str, seconds: Callable[[Timed], li
     }
 
 
-def percentiles(values: Iterable[float]) -> dict[str, float | None]:
+def percentiles(values: Iterable[Number]) -> dict[str, float | None]:
     known = list(values)
     return {name: float(np.percentile(known, q)) if known else None for name, q in (("p50", 50), ("p95", 95))}
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from headstart.eval.acceptance import Number
+
 Report = dict[str, Any]
 
 
@@ -73,15 +75,15 @@ def tables(report: Report) -> list[Table]:
     return [table for table in found if table.rows]
 
 
-def number(value: float | None, digits: int = 2) -> str:
+def number(value: Number | None, digits: int = 2) -> str:
     return "n/a" if value is None else f"{value:.{digits}f}"
 
 
-def _figure(value: float | None) -> str:
+def _figure(value: Number | None) -> str:
     return number(value, 1)
 
 
-def _with(value: float | None, interval: Sequence[float] | None) -> str:
+def _with(value: Number | None, interval: Sequence[Number] | None) -> str:
     return number(value) + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
 
 
@@ -137,7 +139,7 @@ def _latency(report: Report) -> Table:
     return Table("Latency in ms", ["", "p50", "p95"], rows)
 
 
-def _milliseconds(seconds: float | None) -> str:
+def _milliseconds(seconds: Number | None) -> str:
     return number(None if seconds is None else seconds * 1000, 1)
 
 

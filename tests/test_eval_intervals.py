@@ -10,10 +10,10 @@ from headstart.eval.intervals import RESAMPLES, more_often, ratio_interval, spee
 
 def test_intervals_hold_the_pooled_ratio_and_repeat_with_the_seed():
     rng = np.random.default_rng(1)
-    step_counts = rng.integers(20, 60, size=40)
-    tokens = step_counts * rng.normal(1.8, 0.2, size=40)
+    step_counts = rng.integers(20, 60, size=40).tolist()
+    tokens = [steps * rng.normal(1.8, 0.2) for steps in step_counts]
     low, high = ratio_interval(tokens, step_counts)
-    pooled = tokens.sum() / step_counts.sum()
+    pooled = sum(tokens) / sum(step_counts)
     assert low < pooled < high and high - low < 0.25
     assert ratio_interval(tokens, step_counts) == (low, high)
     assert ratio_interval(tokens, step_counts, seed=1) != (low, high)
@@ -26,7 +26,7 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says():
     for trial in range(200):
         seconds = rng.uniform(1, 3, size=40)
         tokens = 10 * seconds + rng.normal(0, 2, size=40)
-        low, high = ratio_interval(tokens, seconds, seed=trial)
+        low, high = ratio_interval(tokens.tolist(), seconds.tolist(), seed=trial)
         hits += low <= 10 <= high
     assert 0.88 <= hits / 200 <= 1.0
 
@@ -34,7 +34,9 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says():
 def test_arms_are_paired_by_prompt():
     # Prompts differ widely in speed, but drafting is exactly twice as fast on each of them.
     seconds = np.linspace(1, 50, 30)
-    assert speedup_interval([100] * 30, seconds / 2, [100] * 30, seconds) == pytest.approx((2.0, 2.0))
+    assert speedup_interval([100] * 30, (seconds / 2).tolist(), [100] * 30, seconds.tolist()) == pytest.approx(
+        (2.0, 2.0)
+    )
 
 
 def test_one_prompt_has_no_interval():
