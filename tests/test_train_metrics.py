@@ -45,7 +45,7 @@ class FakeTracker(GeneralTracker):
     def store_init_configuration(self, values):
         self.note("configuration", values)
 
-    def log(self, values, step):
+    def log(self, values, step=None, **kwargs):
         self.note("log", step, values)
 
     def finish(self):

@@ -18,7 +18,6 @@ import train_cases as cases
 from accelerate.state import AcceleratorState, PartialState
 
 from headstart.errors import TrainingError
-from headstart.train.checkpoint import latest_checkpoint
 from headstart.train.metrics import read_metrics
 from headstart.train.preparation import describe, start_processes
 
@@ -84,7 +83,7 @@ def test_one_process_equals_two(tmp_path):
             assert line["top_1"] == twin["top_1"]
     check_announcement((tmp_path / "logs/log-0").read_text())
     assert (tmp_path / "logs/log-1").read_text() == ""
-    last = latest_checkpoint(tmp_path / "two/checkpoints")
+    last = cases.newest(tmp_path / "two")
     assert sorted(file.name for file in last.glob("random-*")) == [f"random-0000{rank}.safetensors" for rank in (0, 1)]
 
 

@@ -42,7 +42,7 @@ TIMED = ("tokens_per_second", "data_wait_share")
 
 def same_bits(one: Path, other: Path) -> None:
     """Heads, optimiser, generators, progress and losses of two finished runs are equal."""
-    last = latest_checkpoint(one / "checkpoints")
+    last = cases.newest(one)
     twin = other / "checkpoints" / last.name
     for name in ("head.safetensors", "optimizer.safetensors", "random-00000.safetensors"):
         tensors, twins = load_file(last / name), load_file(twin / name)
@@ -122,7 +122,7 @@ def kill_again_and_again(folder: Path, recipe: Recipe, kills: int, moments: rand
         os.waitpid(child, 0)
         met += bool(list(folder.glob("checkpoints/.*")))
         if latest_checkpoint(folder / "checkpoints"):
-            load_head(latest_checkpoint(folder / "checkpoints"), tiny.target())
+            load_head(cases.newest(folder), tiny.target())
     _, status = os.waitpid(run_in_child(folder, recipe), 0)
     assert status == 0, (folder.parent / "child.log").read_text()
     return met
@@ -167,13 +167,13 @@ def test_every_folder_loads_and_a_half_written_one_is_never_the_latest(tmp_path,
         training.finish()
     folder = tmp_path / "run/checkpoints"
     assert (folder / ".step-00000006.partial").is_dir()
-    assert latest_checkpoint(folder).name == "step-00000004"
+    assert cases.newest(tmp_path / "run").name == "step-00000004"
     (folder / "step-00000005").mkdir()  # what a copy that broke off would leave
-    assert latest_checkpoint(folder).name == "step-00000004"
+    assert cases.newest(tmp_path / "run").name == "step-00000004"
     short = folder / "step-00000004/optimizer.safetensors"
     whole = short.read_bytes()
     short.write_bytes(whole[:-1])
-    assert latest_checkpoint(folder).name == "step-00000002"
+    assert cases.newest(tmp_path / "run").name == "step-00000002"
     short.write_bytes(whole)
     shutil.rmtree(folder / "step-00000005")
 
@@ -202,6 +202,7 @@ def test_rate_and_best_survive_a_resume(tmp_path, monkeypatch):
 
     def evaluate_as_told(module, rows, recipe, accelerator, *, step):
         totals = evaluate(module, rows, recipe, accelerator, step=step)
+        assert totals is not None
         totals.loss_sum = totals.token_count * (score if step == 40 else score + 0.2)
         return totals
 
@@ -232,7 +233,12 @@ def test_looking_at_held_out_rows_leaves_no_trace(tmp_path):
     training = cases.training(tmp_path / "looks", looks)
     modes = []
     look = training._evaluate
-    training._evaluate = lambda: (look(), modes.append(training.module.training and training.head.training))
+
+    def look_and_note() -> None:
+        look()
+        modes.append(training.module.training and training.head.training)
+
+    training._evaluate = look_and_note
     training.finish()
     cases.training(tmp_path / "blind", cases.recipe(*settings)).finish()
 

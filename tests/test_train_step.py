@@ -61,6 +61,7 @@ def test_the_loss_is_a_mean_over_labels_not_over_micro_batches():
     for plan in ([[[0], [1]]], [[[0]], [[1]]]):
         head = FixedLosses()
         totals, _ = take_step(head, rows, plan)
+        assert head.scale.grad is not None
         results.append((totals.mean_loss(), head.scale.grad.item()))
     assert results[0] == pytest.approx((120 / 110, 120 / 110), abs=1e-6)
     assert results[1] == pytest.approx(results[0], abs=1e-6)
@@ -99,7 +100,7 @@ def test_rows_without_labels_add_nothing_and_are_counted(tmp_path):
     before = copy.deepcopy(head.state_dict())
     totals, norm = take_step(head, [silent, silent], [[[0], [1]]])
     assert totals.mean_loss() == 0 and norm == 0 and totals.losses() == [None] * 3
-    assert all(not parameter.grad.any() for parameter in head.parameters())
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in head.parameters())
     assert all(torch.equal(value, before[name]) for name, value in head.state_dict().items())
 
     rows = [silent, *cases.random_rows(1)]
@@ -128,7 +129,7 @@ def test_a_nan_stops_the_run_at_once_and_spoils_no_checkpoint(tmp_path, poison):
     recipe = cases.recipe("train.save_every=2", "train.max_steps=8", "head.dropout=0")
     training = cases.training(tmp_path / "run", recipe)
     step = training.step
-    weight = training.head.blocks[0].weight
+    weight = training.head.get_parameter("blocks.0.weight")
 
     def poisoned_step(progress, schedule):
         if progress.step == 4 and poison == "weight":
@@ -151,7 +152,7 @@ def test_a_nan_stops_the_run_at_once_and_spoils_no_checkpoint(tmp_path, poison):
 def test_weights_that_broke_in_the_last_update_are_not_saved(tmp_path):
     training = cases.training(tmp_path / "run", cases.recipe())
     with torch.no_grad():
-        training.head.blocks[0].bias[0, 0] = torch.nan
+        training.head.get_parameter("blocks.0.bias")[0, 0] = torch.nan
     with pytest.raises(TrainingError, match="blocks.0.bias of the head is no longer finite"):
         training._save()
     assert not list((tmp_path / "run/checkpoints").iterdir())
@@ -183,7 +184,7 @@ def test_bf16_compute_keeps_fp32_weights(tmp_path):
     training.finish()
     assert set(seen) == {torch.bfloat16}
     assert all(value.dtype == torch.float32 for value in cases.weights(tmp_path / "run/head").values())
-    state = training.optimizer.state[training.head.blocks[0].weight]
+    state = training.optimizer.state[training.head.get_parameter("blocks.0.weight")]
     assert state["exp_avg"].dtype == torch.float32
 
 

@@ -16,6 +16,7 @@ from headstart.data.rendering import Row
 from headstart.heads.store import build_head
 from headstart.recipe import Recipe, override
 from headstart.target import Target
+from headstart.train.checkpoint import latest_checkpoint
 from headstart.train.loop import Training
 from headstart.train.metrics import read_metrics
 from headstart.train.preparation import on_main
@@ -105,6 +106,13 @@ def stop_after_save(training: Training, step: int) -> None:
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of a saved head."""
     return load_file(folder / "head.safetensors")
+
+
+def newest(run: Path) -> Path:
+    """The latest whole checkpoint of a run, which must have one."""
+    folder = latest_checkpoint(run / "checkpoints")
+    assert folder is not None
+    return folder
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:

@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from headstart.errors import TrainingError
+from headstart.heads.medusa import MedusaHead
 from headstart.heads.store import load_head, save_head
 from headstart.target import Target
 from headstart.train.atomic_folder import partial_name, publish, start_folder
@@ -59,7 +60,7 @@ def save_checkpoint(
     checkpoints: Path,
     progress: Progress,
     *,
-    head: nn.Module,
+    head: MedusaHead,
     target: Target,
     optimizer: torch.optim.Optimizer,
     accelerator: Accelerator,
@@ -96,7 +97,7 @@ def save_checkpoint(
 def load_checkpoint(
     folder: Path,
     *,
-    head: nn.Module,
+    head: MedusaHead,
     target: Target,
     optimizer: torch.optim.Optimizer,
     accelerator: Accelerator,
@@ -133,7 +134,7 @@ def latest_checkpoint(checkpoints: Path) -> Path | None:
     return None
 
 
-def save_best(checkpoints: Path, head: nn.Module, target: Target, record: dict[str, Any]) -> Path:
+def save_best(checkpoints: Path, head: MedusaHead, target: Target, record: dict[str, Any]) -> Path:
     """Replaces `checkpoints/best` by this head; called by the main process, after the evaluation that chose it."""
     refuse_broken_weights(head, record["step"])
     folder = checkpoints / "best"

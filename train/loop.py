@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -25,6 +25,7 @@ from headstart.target import Target
 from headstart.train.atomic_folder import publish, start_folder
 from headstart.train.calibrate import steps_within
 from headstart.train.checkpoint import Progress, latest_checkpoint, load_checkpoint, save_best, save_checkpoint
+from headstart.train.feature_memory import FeatureMemory
 from headstart.train.feed import Feed
 from headstart.train.forecasting import Forecaster
 from headstart.train.held_out import evaluate, report, shares
@@ -52,7 +53,8 @@ class Training:
         self.recipe, self.run, self.accelerator = recipe, run, accelerator
         self.target, self.head, self.held_out = target, head, held_out
         seed_everything(recipe.seed, accelerator.process_index)
-        module = TrainModule(target, head, parse_dtype(recipe.train.dtype)).train()
+        self.memory = remember(recipe, target, head)
+        module = TrainModule(target, head, parse_dtype(recipe.train.dtype), self.memory).train()
         self.module, self.optimizer = accelerator.prepare(module, make_optimizer(recipe, head))
         self.feed = Feed(rows, recipe, rank=accelerator.process_index, world_size=accelerator.num_processes)
         self.forecaster = Forecaster(target, held_out) if len(held_out) else None
@@ -117,18 +119,30 @@ class Training:
         train = self.recipe.train
         total = train.max_steps
         if total is None and train.cpu_seconds is not None:
-            trial, flat = Progress(), Schedule("constant", train.lr, 0, 1)
             total = steps_within(
                 train.cpu_seconds,
-                lambda: self.step(trial, flat),
+                self._new_trial,
                 head=self.head,
                 optimizer=self.optimizer,
                 accelerator=self.accelerator,
+                epoch_steps=self.feed.num_steps(1),
+                remembered=self._share_remembered(),
             )
             self.accelerator.print(f"{train.cpu_seconds:g} CPU seconds are {total} steps on this machine")
             self.recipe = with_steps(self.run, self.recipe, total, write=self.accelerator.is_main_process)
         total = total or self.feed.num_steps(train.epochs)
         return Schedule.of(train.schedule, train.lr, train.warmup, total)
+
+    def _new_trial(self) -> Callable[[], object]:
+        trial, flat = Progress(), Schedule("constant", self.recipe.train.lr, 0, 1)
+        return lambda: self.step(trial, flat)
+
+    def _share_remembered(self) -> float:
+        """Of this rank's tokens of an epoch, the share whose target states there is memory for."""
+        if self.memory is None:
+            return 0.0
+        tokens = sum(len(row.input_ids) for row in self.feed.rows) / self.accelerator.num_processes
+        return min(1.0, self.memory.max_bytes / max(1.0, tokens * self.memory.bytes_per_token()))
 
     def _about(self) -> dict[str, Any]:
         """What must be the same when the run is continued; the lengths of its rows stand for the data."""
@@ -218,6 +232,12 @@ class Training:
         else:
             save_head(self.head, partial, fingerprint=self.target.fingerprint(), training_record=self.record())
         publish(partial, self.run.head)
+
+
+def remember(recipe: Recipe, target: Target, head: MedusaHead) -> FeatureMemory | None:
+    """The memory for the target's states that the recipe asks for."""
+    size = int(recipe.train.feature_memory * 2**30)
+    return FeatureMemory(target, head.wants, size) if size else None
 
 
 def make_optimizer(recipe: Recipe, head: nn.Module) -> torch.optim.Optimizer:

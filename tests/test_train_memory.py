@@ -1,0 +1,68 @@
+"""States kept in memory: the same training as without, to the bit, and fewer forwards of the target."""
+
+from __future__ import annotations
+
+import tiny
+import torch
+import train_cases as cases
+from accelerate import Accelerator
+
+from headstart.data.packing import TokenBatch
+from headstart.train.calibrate import steps_within
+from headstart.train.feature_memory import FeatureMemory
+
+SETTINGS = ("train.max_steps=20", "train.save_every=7", "train.eval_every=null", "data.packing=false")
+
+
+def batch(*lengths: int, width: int = 12) -> TokenBatch:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 250, (len(lengths), width), generator=generator)
+    places = torch.arange(width).expand(len(lengths), width)
+    inside = places < torch.tensor(lengths)[:, None]
+    return TokenBatch(ids * inside, inside, places * inside, torch.where(inside, 0, -1))
+
+
+def test_states_are_those_of_a_plain_forward_and_padding_is_zero():
+    target = tiny.target("llama", dtype=torch.float64)
+    padded = batch(12, 5)
+    memory = FeatureMemory(target, (2,), 1 << 30)
+    for features in (memory(padded), memory(padded)):  # fresh, then remembered
+        plain = target.forward(padded.input_ids, padded.position_ids, target.masks(*padded.attention()), layers=(2,))
+        for ours, theirs in [(features.final, plain.final), (features.taps[2], plain.taps[2])]:
+            torch.testing.assert_close(ours[0], theirs[0])
+            torch.testing.assert_close(ours[1, :5], theirs[1, :5])
+            assert not ours[1, 5:].any()
+
+
+def test_a_sequence_seen_again_costs_no_forward_until_memory_is_full(monkeypatch):
+    target = tiny.target("llama")
+    calls = []
+    forward = target.forward
+    monkeypatch.setattr(target, "forward", lambda *words, **named: calls.append(1) or forward(*words, **named))
+    memory = FeatureMemory(target, (), max_bytes=12 * 64 * 4)  # one sequence of 12 tokens of 64 numbers in fp32
+    for _ in range(3):
+        memory(batch(12, 7))
+    assert len(calls) == 1 + 3 and memory.num_bytes == memory.max_bytes
+
+
+def test_training_with_memory_resumes_to_the_bit_and_remembers_nothing_wrong(tmp_path):
+    recipe = cases.recipe(*SETTINGS, "train.feature_memory=1")
+    cases.training(tmp_path / "straight", recipe).finish()
+    few = cases.recipe(*SETTINGS, "train.feature_memory=0.0000001")  # no room for a single sequence
+    cases.training(tmp_path / "forgetful", few).finish()
+    assert cases.losses(tmp_path / "straight") == cases.losses(tmp_path / "forgetful")
+    for name, value in cases.weights(tmp_path / "straight/head").items():
+        assert torch.equal(value, cases.weights(tmp_path / "forgetful/head")[name])
+
+
+def test_a_budget_counts_later_epochs_by_what_they_cost():
+    head = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(head.parameters())
+
+    # 19 timed steps of 1 s fresh, then 19 of 0.25 s
+    ticks = iter([0.0, 19.0, 100.0, 100.0 + 19 * 0.25])
+    steps = steps_within(
+        40.0, lambda: lambda: None, head=head, optimizer=optimizer, accelerator=Accelerator(cpu=True),
+        epoch_steps=30, remembered=1.0, clock=lambda: next(ticks),
+    )  # fmt: skip
+    assert steps == 30 + 40
