@@ -213,15 +213,16 @@ def _bundled_rows(source: Source, answers: bool) -> list[Any]:
     return list(bundled.rows(source.split, answers=answers))
 
 
-def _hub_rows(source: Source) -> Iterable[Any]:
+def _hub_rows(source: Source) -> Any:
     import datasets
+    from datasets.exceptions import DatasetsError
 
     name = display_name(source)
     try:
         # a limit of rows must not download the whole set
         streaming = source.limit is not None
         rows = datasets.load_dataset(source.source, source.subset, split=source.split, streaming=streaming)
-    except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         raise DataError(
             f"The data set {name!r} can't be loaded ({_first_line(error)}); check its id, subset and split, or give a "
             "local file."
