@@ -17,7 +17,7 @@ def run(*words: str | Path, cwd: Path) -> str:
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     done = subprocess.run([str(word) for word in words], cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{words}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done.stdout
+    return done.stdout + done.stderr
 
 
 @pytest.mark.slow
