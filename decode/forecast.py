@@ -8,16 +8,22 @@ drafter would there; so `decode.cost.replay` of these ranks is, step by step, wh
 from __future__ import annotations
 
 import copy
+import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from headstart.borrowed import OutputHead
-from headstart.data.rendering import Row
+from headstart.data.rendering import Row, label_runs
 from headstart.decode.attention import prefill_mask
 from headstart.decode.cost import RankedAnswer
+from headstart.decode.drafters.base import Request
+from headstart.decode.drafters.medusa import MedusaDrafter
+from headstart.decode.engine import Engine
+from headstart.decode.tree import Path
 from headstart.heads.medusa import MedusaHead
 from headstart.target import Target
 
@@ -34,23 +40,26 @@ def rank_rows(head: MedusaHead, target: Target, rows: Iterable[Row], *, widen: b
     drafting = copy.deepcopy(head).to(target.device, target.dtype).eval()
     ranked = []
     for row in rows:
-        span = _last_span(row.supervised)
-        if span is None:
+        runs = label_runs(row)
+        if not runs or runs[-1][1] < 2:
             continue
-        start, end = span
+        start, end = max(runs[-1][0], 1), runs[-1][1]  # the first token of all is never drafted
         tokens = torch.tensor([row.input_ids[:end]], device=target.device)
         allowed, distance, positions = prefill_mask(0, end, 1, torch.device(target.device))
         final = target.forward(tokens, positions, target.masks(allowed, distance)).final[0]
         answer = rank_answer(drafting, target.output, final, row.input_ids[:end], start, widen=widen)
-        ranked.append(RankedAnswer(answer.ranks, ended=row.input_ids[end - 1] in target.end_token_ids))
+        ranked.append(replace(answer, ended=row.input_ids[end - 1] in target.end_token_ids))
     return ranked
 
 
-def _last_span(supervised: Sequence[bool]) -> tuple[int, int] | None:
-    """First and past-the-last index of the last run of supervised tokens."""
-    end = next((index for index in range(len(supervised), 0, -1) if supervised[index - 1]), 0)
-    start = next((index for index in range(end, 0, -1) if not supervised[index - 1]), 0)
-    return (start, end) if 0 < start < end else None
+def measure_drafting(head: MedusaHead, target: Target, paths: Sequence[Path], steps: int = 16) -> float:
+    """Median seconds that drafting adds to a step: proposing a tree and taking in what was accepted."""
+    engine = Engine(target, MedusaDrafter(head, target, paths), budget=len(paths) + 1)
+    prompt = [(7 + 31 * index) % min(target.vocab_size, target.embedding.vocab_size) for index in range(64)]
+    longest = min(64, target.max_positions // 2)
+    request = Request(prompt_ids=prompt[:longest], max_new_tokens=4 * steps, ignore_end=True)
+    (generation,) = engine.generate([request])
+    return statistics.median(record.draft_seconds for record in generation.steps[1:] or generation.steps)
 
 
 @torch.no_grad()

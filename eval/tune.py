@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,12 @@ from rich.table import Table
 
 from headstart.data.prepare import prepare
 from headstart.decode.cost import CostCurve, Forecast, best_size, grow_tree, measure_costs, tune
-from headstart.decode.drafters.base import Request
-from headstart.decode.drafters.medusa import MedusaDrafter
-from headstart.decode.engine import Engine
-from headstart.decode.forecast import rank_rows
+from headstart.decode.forecast import measure_drafting, rank_rows
 from headstart.decode.prepack import prepack
 from headstart.errors import DataError
 from headstart.eval.drafters import TREES
 from headstart.eval.trained import open_trained
-from headstart.heads.medusa import MedusaHead
 from headstart.heads.store import load_head
-from headstart.target import Target
 
 NUM_ANSWERS = 96
 """Held-out answers that trees are grown on, at most."""
@@ -61,16 +55,6 @@ def run(
     show(forecasts, costs, draft_seconds, Console())
     print(trained.head / TREES)
     return trees
-
-
-def measure_drafting(head: MedusaHead, target: Target, paths: Sequence[Sequence[int]], steps: int = 16) -> float:
-    """Median seconds that drafting adds to a step: proposing a tree and taking in what was accepted."""
-    engine = Engine(target, MedusaDrafter(head, target, paths), budget=len(paths) + 1)
-    prompt = [(7 + 31 * index) % min(target.vocab_size, target.embedding.vocab_size) for index in range(64)]
-    prompt = prompt[: target.max_positions // 2]
-    request = Request(prompt_ids=prompt, max_new_tokens=4 * steps, ignore_end=True)
-    records = next(iter(engine.generate([request]))).steps[2:]
-    return statistics.median(record.draft_seconds for record in records)
 
 
 def as_json(forecasts: dict[int, Forecast], costs: CostCurve, draft_seconds: float, num_answers: int) -> dict[str, Any]:

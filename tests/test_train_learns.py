@@ -11,10 +11,11 @@ import train_cases as cases
 
 from headstart.data.packing import RowStore
 from headstart.data.rendering import Row
+from headstart.decode.forecast import rank_rows
 from headstart.heads.configs import MedusaConfig
 from headstart.heads.store import build_head, load_head
 from headstart.train import forecasting
-from headstart.train.forecasting import Forecaster, decode_copy, rank_row
+from headstart.train.forecasting import Forecaster, decode_copy
 from headstart.train.metrics import read_metrics
 
 NUM_TOKENS = 32
@@ -47,7 +48,7 @@ def test_counting_is_learnt_by_every_head(tmp_path, monkeypatch, output):
 
     head = load_head(tmp_path / "run/head", training.target)
     row = counting_rows(1, 2)[0]
-    answer = rank_row(row, head, training.target)
+    answer = rank_rows(head, training.target, [row])[0]
     assert answer.ranks.shape == (21, 4) and (answer.ranks[:-4] == 0).float().mean() > 0.95
 
 
@@ -67,6 +68,6 @@ def test_a_forecast_leaves_target_and_head_as_they_are():
 def test_an_answer_may_begin_with_the_first_token_or_end_with_the_end():
     target = tiny.target()
     head = build_head(MedusaConfig(num_heads=2), target).eval()
-    text = rank_row(Row("text", [5, 6, 7, 8], [True] * 4), head, target)
+    text = rank_rows(head, target, [Row("text", [5, 6, 7, 8], [True] * 4)])[0]
     assert text.ranks.shape == (3, 2) and not text.ended
-    assert rank_row(Row("chat", [5, 6, 7, tiny.END], [False, True, True, True]), head, target).ended
+    assert rank_rows(head, target, [Row("chat", [5, 6, 7, tiny.END], [False, True, True, True])])[0].ended
