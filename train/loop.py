@@ -246,7 +246,8 @@ def make_optimizer(recipe: Recipe, head: nn.Module) -> torch.optim.Optimizer:
     biases = [parameter for name, parameter in head.named_parameters() if name.endswith("bias")]
     matrices = [parameter for name, parameter in head.named_parameters() if not name.endswith("bias")]
     groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": biases, "weight_decay": 0.0}]
-    return {"adamw": torch.optim.AdamW}[train.optimizer](groups, lr=train.lr)
+    # 0.95, as the published heads have it: runs are short, and gradients shrink a lot in their first steps
+    return {"adamw": torch.optim.AdamW}[train.optimizer](groups, lr=train.lr, betas=(0.9, 0.95))
 
 
 def due(step: int, every: int | None) -> bool:
