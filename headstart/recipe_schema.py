@@ -78,7 +78,7 @@ class HeldOutSection(Config):
     """Conversations that are never trained on: losses, trees and reports are measured on them."""
 
     fraction: Number | None = Field(default=None, gt=0, lt=1)
-    """Share of the training conversations to hold out, chosen by their row ids, so the same in every run."""
+    """Share of the training conversations to hold out, chosen by their prompts, so the same in every run."""
 
     sources: list[Source] = []
     """Sources of their own instead, which say more: whole kinds or topics that training never saw."""
