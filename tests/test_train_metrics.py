@@ -153,4 +153,4 @@ def test_rate_share_and_time_to_go():
     now[0] += 1
     speed = meter.lap(21, 100)
     assert (speed.tokens_per_second, speed.wait_share) == (100, 0)
-    assert clock_face(3723) == "1:02:03"
+    assert clock_face(3723.0) == "1:02:03"
