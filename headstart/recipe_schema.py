@@ -169,7 +169,7 @@ class TrainSection(Config):
 
     feature_memory: Number = Field(0.0, ge=0)
     """GiB of the target's states that each process keeps, so that later epochs skip the target's forward, which is most
-    of a step. A token takes 2 bytes times the hidden size (in bfloat16, for each state that the head reads). 0: none."""
+    of a step. A token takes 2 bytes times the hidden size in bfloat16, for each state that the head reads. 0: none."""
 
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate falls after the warm-up."""

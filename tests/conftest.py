@@ -9,9 +9,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--typecheck-shapes", action="store_true", help="check jaxtyping shapes of every headstart function while testing"
-    )
+    parser.addoption("--typecheck-shapes", action="store_true", help="check jaxtyping shapes of headstart at run time")
 
 
 def pytest_configure(config):
