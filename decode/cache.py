@@ -35,8 +35,8 @@ class KVCache:
         """By "keys" or "values", number of heads, and their size: keys and values differ under latent attention."""
         self._kinds: dict[int, list[tuple[str, int, int]]] = {}
         """Where the keys and the values of each layer are."""
-        self._layers = [_KVLayer(self, index) for index in range(num_layers)]
-        self.as_transformers = Cache(layers=self._layers)
+        self.layers = [_KVLayer(self, index) for index in range(num_layers)]
+        self.as_transformers = Cache(layers=[*self.layers])
         self._first = 0
         self._width = 0
         self._places: tuple[Tensor, Tensor] | None = None
@@ -55,7 +55,10 @@ class KVCache:
     def write(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Puts [batch, heads, tokens, dim] behind each row's length; returns all keys and values up to the longest."""
         if layer not in self._kinds:
-            self._kinds[layer] = [("keys", *keys.shape[1::2]), ("values", *values.shape[1::2])]
+            self._kinds[layer] = [
+                ("keys", keys.shape[1], keys.shape[3]),
+                ("values", values.shape[1], values.shape[3]),
+            ]
         stored_keys, stored_values = (
             self._put(self._stored(kind, states)[layer], states)
             for kind, states in zip(self._kinds[layer], (keys, values), strict=True)

@@ -85,7 +85,7 @@ def prepack(target: Target) -> bool:
     """
     if torch.device(target.device).type != "cpu" or target.dtype != torch.bfloat16:
         return False
-    if getattr(target, "prepacked", False):
+    if target.prepacked:
         return True
     linears = {
         name: module

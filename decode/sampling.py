@@ -8,6 +8,7 @@ batch, with any drafter whose trees are deterministic, and without one; and no n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from jaxtyping import Float, Int
@@ -81,7 +82,7 @@ def probabilities(logits: Float[Tensor, "rows vocab"], settings: SamplingSetting
         return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
     logits = logits - logits.amax(-1, keepdim=True)
     ids = torch.empty(logits.shape[0], 0, dtype=torch.long, device=logits.device)
-    return settings.warpers()(ids, logits).softmax(-1)
+    return settings.warpers()(cast(torch.LongTensor, ids), cast(torch.FloatTensor, logits)).softmax(-1)
 
 
 def draw(probs: Float[Tensor, "rows vocab"], uniform: Float[Tensor, "rows"]) -> Int[Tensor, "rows"]:

@@ -31,9 +31,9 @@ _SECOND = [0, 2, 4, 6]
 @torch.no_grad()
 def check_target(target: Target) -> None:
     """Raises TargetError in one sentence where tree decoding with this model is not exact; leaves it unchanged."""
-    if getattr(target, "checked", False):
+    if target.checked:
         return
-    before = target.model.config._attn_implementation
+    before = target.model.config._attn_implementation or "eager"
     prefix, tree_tokens, next_token = _fixed_tokens(target)
     branches = [[tree_tokens[node] for node in path] for path in ([0, 1, 3, 5], _SECOND)]
     texts = [prefix + branch for branch in branches]
@@ -102,7 +102,7 @@ def _tree_logits(
 
     device = torch.device(target.device)
     forward(prefix, *prefill_mask(0, len(prefix), 1, device))
-    unused = [index for index, layer in enumerate(cache.as_transformers.layers) if not layer.is_initialized]
+    unused = [index for index, layer in enumerate(cache.layers) if not layer.is_initialized]
     if unused:
         raise TargetError(
             f"{target.name} ({target.model.config.model_type}) cannot be tree-decoded: layer {unused[0]} keeps a state "

@@ -56,7 +56,7 @@ def weight_shape(weight: Tensor) -> tuple[int, int]:
 def read_weight(weight: Tensor, rows: Int[Tensor, " rows"] | None = None) -> Tensor:
     """The weight, or some of its rows, as an ordinary tensor without gradient; a sharded one is gathered first."""
     if hasattr(weight, "ds_id") and weight.numel() == 0:  # ZeRO-3, outside the forward of the module that owns it
-        import deepspeed
+        import deepspeed  # pyright: ignore[reportMissingImports]  (an extra)
 
         with deepspeed.zero.GatheredParameters([weight]):
             whole = weight.detach()

@@ -167,7 +167,7 @@ class TrainSection(Config):
     accumulation: int = Field(default=1, ge=1)
     """Micro-batches in one optimiser step. Many small steps beat few large ones while conversations are few."""
 
-    feature_memory: Number = Field(0.0, ge=0)
+    feature_memory: Number = Field(default=0.0, ge=0)
     """GiB of the target's states that each process keeps, so that later epochs skip the target's forward, which is most
     of a step. A token takes 2 bytes times the hidden size in bfloat16, for each state that the head reads. 0: none."""
 

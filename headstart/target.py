@@ -84,6 +84,7 @@ class Target:
             int(window) if kind == "sliding_attention" and window else None for kind in self._layer_kinds
         )
         self.prepacked = False  # set where its linear layers were swapped for faster ones
+        self.checked = False  # set once decode/selfcheck.py has found it exact
         self._selects_states = "hidden_states" in (getattr(self.decoder, "_can_record_outputs", None) or {})
         self._parameters = inspect.signature(self.decoder.forward).parameters
 
