@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 
-import torch
 from torch import nn
 
 from headstart.decode.prepack import PackedLinear
@@ -30,7 +29,7 @@ def untouched(target: Target) -> Target:
 def in_float32(target: Target) -> Target:
     """The target with its weights widened to float32: exactly the same numbers, so only the arithmetic is finer."""
     same = untouched(target)
-    model = copy.deepcopy(same.model).to(torch.float32)
+    model = copy.deepcopy(same.model).float()
     return Target(model, target.tokenizer, name=target.name)
 
 

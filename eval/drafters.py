@@ -35,6 +35,8 @@ class DrafterPlan:
     """The static tree of a head."""
     forecast: dict[str, Any] = field(default_factory=dict)
     """`acceptance_length` and `speedup` as `headstart tune` forecast them; empty where it did not."""
+    tuned_on: tuple[str, str] | None = None
+    """Device and dtype that the tree is for."""
 
 
 def plan_drafter(name: str, head: Path | None, size: int | str, allow_other_target: bool = False) -> DrafterPlan:
@@ -48,18 +50,20 @@ def plan_drafter(name: str, head: Path | None, size: int | str, allow_other_targ
     folder = find_head(Path(place))[1] if place else head
     if folder is None:
         raise RecipeError("drafter 'head' needs to know which; add --head RUN, or write head:RUN")
-    tree, forecast = choose_tree(folder, size)
+    tree, forecast, tuned_on = choose_tree(folder, size)
     return DrafterPlan(
         name,
         lambda target: MedusaDrafter(load_head(folder, target, allow_other_target), target, tree),
         len(tree) + 1,
         tree,
         forecast,
+        tuned_on,
     )
 
 
-def choose_tree(folder: Path, size: int | str) -> tuple[list[TreePath], dict[str, Any]]:
-    """The tuned tree of `size` nodes (root included; "auto": the best size) and its forecast; untuned, a chain.
+def choose_tree(folder: Path, size: int | str) -> tuple[list[TreePath], dict[str, Any], tuple[str, str] | None]:
+    """The tuned tree of `size` nodes (root included; "auto": the best size), its forecast, and the device and dtype
+    that it was tuned on; untuned, a chain.
 
     Of a size that was not tuned, the next smaller one. Raises HeadError where the file cannot be used.
     """
@@ -67,7 +71,7 @@ def choose_tree(folder: Path, size: int | str) -> tuple[list[TreePath], dict[str
     if not path.is_file():
         depth = read_description(folder)["head"]["num_heads"]
         depth = depth if size == "auto" else min(depth, int(size) - 1)
-        return [(0,) * level for level in range(1, depth + 1)], {}
+        return [(0,) * level for level in range(1, depth + 1)], {}, None
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         sizes = sorted(map(int, stored["choices"]))
@@ -75,7 +79,7 @@ def choose_tree(folder: Path, size: int | str) -> tuple[list[TreePath], dict[str
         chosen = max((one for one in sizes if one <= wanted), default=sizes[0])
         tree = [tuple(map(int, node)) for node in stored["choices"][str(chosen)]]
         forecasts = stored.get("forecasts") or {str(stored["best"]): stored["forecast"]}
-        forecast = forecasts.get(str(chosen), {})
+        tuned_on = (str(stored["device"]), str(stored["dtype"]))
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise HeadError(f"{path} is no file of trees ({error!r}); make it anew with `headstart tune`") from None
-    return tree, forecast
+    return tree, forecasts.get(str(chosen), {}), tuned_on

@@ -19,7 +19,7 @@ def gates(figures: dict[str, Any], identity: dict[str, Any] | None, notes: list[
         _identity(identity),
         _below_acceptance(figures),
         _accounted(figures),
-        *({"name": "same prompts as in training", "passed": False, "text": note} for note in notes),
+        *({"name": "note", "passed": None, "text": note} for note in notes),
     ]
 
 
@@ -59,6 +59,7 @@ def _identity(identity: dict[str, Any] | None) -> Gate:
             f"{half['largest_gap']:.3g} of {half['limit']:.3g} allowed; {half['compared'] - half['identical']} texts "
             f"part, {half['compared'] - half['control_identical']} of the control's (p = {half['p_value']:.2g})"
         )
+        parts += ["too few texts for that last test to fail"] * (not half["share_could_fail"])
     return {"name": "identity", "passed": identity["passed"], "text": "; ".join(parts)}
 
 

@@ -60,10 +60,10 @@ def run(
 def stream_text(engine: Engine, request: Request) -> Iterator[tuple[str, Generation]]:
     """Pieces of text as they become certain: a character whose bytes are not all there yet waits for the rest."""
     shown, generation = "", Generation(request)
+    decode = engine.target.tokenizer.decode
     for _, generation in engine.stream(request):
-        text = engine.target.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
+        text = str(decode(generation.token_ids, skip_special_tokens=True))
         if not text.endswith("\ufffd"):
             yield text[len(shown) :], generation
             shown = text
-    rest = engine.target.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
-    yield rest[len(shown) :], generation
+    yield str(decode(generation.token_ids, skip_special_tokens=True))[len(shown) :], generation

@@ -11,7 +11,7 @@ A cache that keeps one wrong row fails each of these; the tests plant one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from headstart.decode.attention import prefill_mask
 from headstart.decode.cache import KVCache
-from headstart.decode.drafters.base import Drafter, NoDraft, Request
+from headstart.decode.drafters.base import Drafter, Request
 from headstart.decode.engine import Engine
 from headstart.eval.copies import untouched
 from headstart.eval.intervals import more_often
@@ -112,16 +112,22 @@ def as_dict(outcome: FullPrecision | HalfPrecision) -> dict[str, Any]:
     return {**asdict(outcome), **{name: getattr(outcome, name) for name in names}}
 
 
-def decode(target: Target, drafter: Drafter, prompts: Sequence[Text], max_new_tokens: int, budget: int) -> list[Text]:
-    """Greedy answers, one at a time."""
+def decode(
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Text],
+    max_new_tokens: int,
+    budget: int,
+    progress: Callable[[], None] = lambda: None,
+) -> list[Text]:
+    """Greedy answers, one at a time. With `NoDraft(width)` these are the texts of the control arm."""
     engine = Engine(target, drafter, budget=budget)
     requests = (Request(prompt_ids=prompt, max_new_tokens=max_new_tokens) for prompt in prompts)
-    return [generation.token_ids for generation in engine.generate(requests)]
-
-
-def control_texts(target: Target, prompts: Sequence[Text], max_new_tokens: int, width: int) -> list[Text]:
-    """Plain decoding in forwards as wide as the drafted ones."""
-    return decode(target, NoDraft(width), prompts, max_new_tokens, width)
+    texts = []
+    for generation in engine.generate(requests):
+        texts.append(generation.token_ids)
+        progress()
+    return texts
 
 
 @torch.no_grad()

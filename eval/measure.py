@@ -137,8 +137,17 @@ def _report(
             "warm_up": "discarded",
         },
         identity=checked,
-        notes=trained.notes,
+        notes=[*trained.notes, *(_tuned_elsewhere(plan, trained.target) if plan else ())],
     )
+
+
+def _tuned_elsewhere(plan: DrafterPlan, target: Target) -> list[str]:
+    here = (str(target.device), str(target.dtype).removeprefix("torch."))
+    if plan.tuned_on in (None, here):
+        return []
+    return [
+        f"the tree was tuned on {', '.join(plan.tuned_on)}, this is {', '.join(here)}; `headstart tune` finds its own"
+    ]
 
 
 def check_identity(trained: Trained, plan: DrafterPlan, measured: Measurement) -> dict[str, Any] | None:
@@ -155,10 +164,11 @@ def check_identity(trained: Trained, plan: DrafterPlan, measured: Measurement) -
     half = None
     if target.dtype in (torch.bfloat16, torch.float16):
         wide = in_float32(target)
-        control = identity.control_texts(target, prompts, *limits)
-        half = identity.check_half_precision(target, wide, prompts, plain, drafted, control)
-        plain = identity.decode(wide, NoDraft(), prompts, settings.max_new_tokens, 1)
-        drafted = identity.decode(wide, plan.make(wide), prompts, *limits)
+        with Progress("checking identity", 3 * len(prompts), unit="answers") as progress:
+            control = identity.decode(target, NoDraft(plan.budget), prompts, *limits, progress.add)
+            half = identity.check_half_precision(target, wide, prompts, plain, drafted, control)
+            plain = identity.decode(wide, NoDraft(), prompts, settings.max_new_tokens, 1, progress.add)
+            drafted = identity.decode(wide, plan.make(wide), prompts, *limits, progress.add)
         target = wide
     full = identity.check_full_precision(target, prompts, plain, drafted, plan.budget)
     return {
@@ -186,14 +196,12 @@ def show(report: Report, console: Console) -> None:
 def _environment(target: Target) -> dict[str, Any]:
     """What the figures depend on besides the recipe; no paths."""
     facts = environment(())
-    device = "cpu" if torch.device(target.device).type == "cpu" else facts["device"]
-    if device == "cpu" and not torch.cuda.is_available():
-        device = facts["device"]
+    on_first_device = torch.device(target.device).type == "cuda" or not torch.cuda.is_available()
     kept = {key: facts[key] for key in ("date", "commit", "headstart", "python", "packages", "cores", "threads")}
     return {
         "target": _without_path(target.name),
         "dtype": str(target.dtype).removeprefix("torch."),
-        "device": device,
+        "device": facts["device"] if on_first_device else str(target.device),
         "prepacked": bool(getattr(target, "prepacked", False)),
         **kept,
     }

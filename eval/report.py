@@ -130,7 +130,7 @@ def _mark(passed: bool | None) -> str:
 def to_html(report: Report) -> str:
     """A page that needs no network and no script."""
     details = report["details"]
-    template = Template(files(__package__).joinpath("report.html").read_text(encoding="utf-8"))
+    template = Template(files("headstart.eval").joinpath("report.html").read_text(encoding="utf-8"))
     classes = {True: "good", False: "bad", None: ""}
     gate_items = "".join(
         f'<li><b class="{classes[gate["passed"]]}">{_mark(gate["passed"])}</b> '

@@ -225,7 +225,7 @@ def _seconds_per_step(answers: Sequence[Answer], drafter: str) -> Figures:
     for name, arm in (("plain", PLAIN), ("drafted", drafter)):
         timed = [answer.arms[arm] for answer in answers]
         steps = [step for one in timed for step in one.steps]
-        sums = {
+        sums: Figures = {
             part: sum(getattr(step, f"{part}_seconds") / step.rows for step in steps)
             for part in ("draft", "verify", "host")
         }

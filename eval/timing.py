@@ -136,7 +136,7 @@ def time_arms(
             rounds += 1
             for one in requests:
                 index, _ = key = one.request_id
-                asked = transformers_arm is not None and index < transformers_questions
+                asked = transformers_arm if index < transformers_questions else None
                 run.answers.append(
                     Answer(
                         question=questions[index],
@@ -144,11 +144,11 @@ def time_arms(
                         group=group,
                         prompt_ids=list(one.prompt_ids),
                         arms={name: timed[name][key] for name in engines},
-                        transformers=transformers_arm.time(one, clock) if asked else None,
+                        transformers=asked.time(one, clock) if asked else None,
                     )
                 )
                 plain = timed[PLAIN][key].token_ids
-                answers[index].append(target.tokenizer.decode(plain, skip_special_tokens=True))
+                answers[index].append(str(target.tokenizer.decode(plain, skip_special_tokens=True)))
                 progress(len(plain))
     run.memory = watch.report()
     return run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig
@@ -44,7 +45,8 @@ class TransformersArm:
         )
         times = _TokenTimes(clock, target.device)
         ids = torch.tensor([list(request.prompt_ids)], device=target.device)
-        target.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=times)
+        model = cast(Any, target.model)  # its methods are mixed in where type checkers do not see them
+        model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=times)
         return len(times.seen) - 1, times.seen[-1] - times.seen[0]
 
 

@@ -9,15 +9,16 @@ from pathlib import Path
 
 import head_cases
 import pytest
+import stubs
 import tiny
-import torch
 
+from headstart.data.rendering import ChatRenderer
 from headstart.errors import HeadstartError
 from headstart.eval import generate, measure
 from headstart.eval.report import HEADLINE
 from headstart.eval.trained import open_trained
 from headstart.heads.store import save_head
-from headstart.recipe import load_recipe
+from headstart.recipe import ChatSection, load_recipe
 
 SMALL = ["eval.num_prompts=5", "eval.max_new_tokens=12", "eval.identity_prompts=2"]
 
@@ -44,7 +45,7 @@ def run_folder(tmp_path_factory, target_folder) -> Path:
     chat = {"arguments": {}, "system": None, "supervise": "all"}
     head = head_cases.head_for(target, num_heads=2)
     save_head(head, run / "head", fingerprint=target.fingerprint(), training_record={"chat": chat})
-    trees = {"choices": {"2": [[0]], "4": [[0], [1], [0, 0]]}, "best": 4}
+    trees = {"choices": {"2": [[0]], "4": [[0], [1], [0, 0]]}, "best": 4, "device": "cpu", "dtype": "float32"}
     trees["forecast"] = {"acceptance_length": 1.25, "speedup": 1.1}
     (run / "head" / "trees.json").write_text(json.dumps(trees))
     changes = [f"target.name={target_folder}", "target.architecture=null", "target.dtype=float32", "name=demo"]
@@ -127,6 +128,7 @@ def test_a_report_of_a_run_with_its_tuned_tree_in_bfloat16(run_folder, prompts):
     assert report["drafter_parameters"] > 0 and report["environment"]["dtype"] == "bfloat16"
     half = report["details"]["identity"]["half_precision"]
     assert half["compared"] == report["details"]["identity"]["full_precision"]["compared"] > 0
+    assert any("tuned on cpu, float32" in gate["text"] for gate in report["details"]["gates"])
     assert half["tokens_passed"] and half["limit"] == 2 * half["logit_error"]
     assert [row["depth"] for row in report["details"]["per_depth"]] == [1, 2]
 
@@ -183,13 +185,7 @@ def test_generate_streams_the_engines_answer(run_folder, capsys):
     tokenizer = tiny.tokenizer()
     assert shown.out == tokenizer.decode(generation.token_ids, skip_special_tokens=True)
     assert "acceptance length" in shown.err and "tokens/s" in shown.err
-    model = tiny.model("llama")
-    prompt = torch.tensor(
-        [
-            tokenizer.apply_chat_template([{"role": "user", "content": "Say ééé"}], add_generation_prompt=True)[
-                "input_ids"
-            ]
-        ]
-    )
-    plain = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False)
-    assert plain[0, prompt.shape[1] :].tolist() == generation.token_ids
+    message = {"role": "user", "content": "Say ééé"}
+    prompt = ChatRenderer(tokenizer, ChatSection()).prompt([message])
+    (plain,) = stubs.plain_answers(tiny.model("llama"), [prompt], 16, end_token_ids=(tiny.END,))
+    assert plain == generation.token_ids

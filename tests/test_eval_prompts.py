@@ -22,6 +22,10 @@ def from_file(path, *overrides):
     return load_questions(recipe(f"eval.prompts=[{{source: '{path}'}}]", *overrides), tiny.tokenizer())
 
 
+def text_of(ids):
+    return str(tiny.tokenizer().decode(list(ids)))
+
+
 def write(path, *records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
@@ -83,7 +87,7 @@ def test_answers_in_a_file_are_left_out_and_every_user_turn_is_asked(tmp_path):
     (question,) = from_file(write(tmp_path / "chats.jsonl", {"messages": messages}))
     assert [[message["content"] for message in turn] for turn in question.turns] == [["Be brief.", "One?"], ["Two?"]]
     renderer = ChatRenderer(tiny.tokenizer(), ChatSection())
-    second = tiny.tokenizer().decode(question.prompt_ids(renderer, ["uno"]))
+    second = text_of(question.prompt_ids(renderer, ["uno"]))
     assert "uno" in second and "Two?" in second and "1<" not in second
 
 
@@ -108,8 +112,8 @@ def test_template_arguments_reach_the_prompt():
     question = Question("1", "chat", "chat", "from elsewhere", (({"role": "user", "content": "Hi"},),))
     for thinking in (True, False):
         chat = ChatSection(arguments={"enable_thinking": thinking})
-        text = tiny.tokenizer().decode(question.prompt_ids(ChatRenderer(tiny.tokenizer(template=template), chat)))
-        assert text.endswith("<t></t>") is not thinking
+        ids = question.prompt_ids(ChatRenderer(tiny.tokenizer(template=template), chat))
+        assert text_of(ids).endswith("<t></t>") is not thinking
 
 
 def test_held_out_fraction_of_the_training_rows(tmp_path):
@@ -123,7 +127,7 @@ def test_held_out_fraction_of_the_training_rows(tmp_path):
         tiny.tokenizer(),
     )
     assert len(questions) == 4 and {question.novelty for question in questions} == {"held out by prompt"}
-    assert all(tiny.tokenizer().decode(list(question.ids)).endswith("<assistant>") for question in questions)
+    assert all(text_of(question.ids or ()).endswith("<assistant>") for question in questions)
 
 
 def test_choice_is_balanced_and_never_more_than_there_are():

@@ -13,7 +13,7 @@ from headstart.decode.drafters.base import NoDraft, Request
 from headstart.decode.engine import Engine
 from headstart.decode.prepack import prepack
 from headstart.eval.copies import in_float32
-from headstart.eval.identity import check_full_precision, check_half_precision, control_texts, decode
+from headstart.eval.identity import check_full_precision, check_half_precision, decode
 from headstart.eval.prompts import choose, load_questions
 from headstart.recipe import ChatSection, load_recipe
 from headstart.target import load_target
@@ -57,7 +57,7 @@ def test_bfloat16(target, monkeypatch):
     prompts = prompts_of(target, 14)
     prepack(target)
     plain = decode(target, NoDraft(), prompts, TOKENS, 1)
-    control = control_texts(target, prompts, TOKENS, WIDTH)
+    control = decode(target, NoDraft(WIDTH), prompts, TOKENS, WIDTH)
     right = check_half_precision(target, wide, prompts, plain, drafted_texts(target, prompts, plain), control)
     assert right.passed and right.share_could_fail
     faulty = drafted_texts(target, prompts, plain, monkeypatch)

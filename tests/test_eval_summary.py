@@ -179,12 +179,17 @@ def test_plots_are_svg_with_every_value():
 
 def test_the_tree_of_a_size_is_the_tuned_one_or_the_next_smaller(tmp_path):
     trees = {"choices": {"3": [[0], [1]], "5": [[0], [1], [0, 0], [1, 0]]}, "best": 5}
+    trees |= {"device": "cpu", "dtype": "bfloat16"}
     trees["forecast"] = {"acceptance_length": 1.4, "speedup": 1.2}
     (tmp_path / "trees.json").write_text(json.dumps(trees))
     best = [(0,), (1,), (0, 0), (1, 0)]
-    assert choose_tree(tmp_path, "auto") == (best, trees["forecast"])
-    assert choose_tree(tmp_path, 5) == (best, trees["forecast"])
-    assert choose_tree(tmp_path, 4) == ([(0,), (1,)], {})
+    tuned_on = ("cpu", "bfloat16")
+    assert choose_tree(tmp_path, "auto") == (best, trees["forecast"], tuned_on)
+    assert choose_tree(tmp_path, 5) == (best, trees["forecast"], tuned_on)
+    assert choose_tree(tmp_path, 4) == ([(0,), (1,)], {}, tuned_on)
+    trees["forecasts"] = {"3": {"acceptance_length": 1.3, "speedup": 1.15}, "5": trees["forecast"]}
+    (tmp_path / "trees.json").write_text(json.dumps(trees))
+    assert choose_tree(tmp_path, 4)[1] == trees["forecasts"]["3"]
     (tmp_path / "trees.json").write_text("{}")
     with pytest.raises(HeadError, match="headstart tune"):
         choose_tree(tmp_path, "auto")

@@ -131,7 +131,7 @@ def test_every_arm_writes_the_same_text_and_turns_follow_the_plain_answer(batch_
             tokens, seconds = answer.transformers
             assert tokens == len(answer.arms[PLAIN].token_ids) - 1 and (seconds > 0 or not tokens)
     first, second = (answer for answer in run.answers if answer.question.question_id == "q1")
-    said = target.tokenizer.decode(first.arms[PLAIN].token_ids, skip_special_tokens=True)
+    said = str(target.tokenizer.decode(first.arms[PLAIN].token_ids, skip_special_tokens=True))
     assert second.prompt_ids == renderer().prompt(
         [*questions[1].turns[0], {"role": "assistant", "content": said}, *questions[1].turns[1]]
     )
@@ -151,12 +151,12 @@ def test_memory_is_counted_for_every_arm():
     target = tiny.target("llama")
     drafter = NgramDrafter(4)
     run = time_arms(target, {"ngram": Contender(drafter, 5)}, [question(0)], renderer(), max_new_tokens=6)
-    plain, drafted = run.memory[PLAIN], run.memory["ngram"]
+    plain, drafted = ({key: count or 0 for key, count in run.memory[arm].items()} for arm in (PLAIN, "ngram"))
     # 4 layers, keys and values, 2 heads of 16, 4 bytes
     assert plain["cache_bytes"] % (4 * 2 * 2 * 16 * 4) == 0 and drafted["cache_bytes"] > plain["cache_bytes"] > 0
     assert plain["drafter_bytes"] == 0 and drafted["drafter_bytes"] > 0
     assert drafted["total_bytes"] == sum(drafted[key] for key in ("cache_bytes", "mask_bytes", "drafter_bytes"))
-    assert plain["gpu_peak_bytes"] is None or plain["gpu_peak_bytes"] > 0
+    assert torch.cuda.is_available() or run.memory[PLAIN]["gpu_peak_bytes"] is None
     assert "select" not in vars(drafter), "the drafter is left as it was"
 
 
