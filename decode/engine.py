@@ -98,7 +98,7 @@ class Engine:
         self._limits: list[int] = []
         """Per row: the number of tokens, prompt included, at which it ends."""
         self._uniforms: list[list[float]] = []
-        """Per row: its random numbers, one for each new token that it may have."""
+        """Per row: its random numbers, one for each new token that it may have; none for a greedy row."""
         self.mask_bytes = 0
         """Size of the largest attention mask so far."""
 
@@ -149,17 +149,31 @@ class Engine:
     def _limit(self, request: Request) -> int:
         return min(len(request.prompt_ids) + request.max_new_tokens, self.target.max_positions)
 
+    def _check(self, request: Request) -> None:
+        ids, known = request.prompt_ids, self.target.embedding.vocab_size
+        if not len(ids):
+            raise HeadstartError("a prompt has no tokens; give it at least the begin token")
+        if min(ids) < 0 or max(ids) >= known:
+            wrong = next(token for token in ids if not 0 <= token < known)
+            raise HeadstartError(
+                f"a prompt has token id {wrong}, but {self.target.name} has ids 0 to {known - 1}; encode prompts with "
+                "this target's tokenizer"
+            )
+        if "" in request.stop:
+            raise HeadstartError("a stop string is empty, and would end every answer at once; remove it")
+
     @torch.no_grad()
     def _join(self, requests: list[Request]) -> None:
         for request in requests:
-            if not len(request.prompt_ids):
-                raise HeadstartError("a prompt has no tokens; give it at least the begin token")
+            self._check(request)
         first = len(self.rows)
         self.rows.requests += requests
         self.rows.ids += [list(request.prompt_ids) for request in requests]
         self._done += [Generation(request) for request in requests]
         self._limits += [self._limit(request) for request in requests]
-        self._uniforms += [request.settings.uniforms(request.max_new_tokens).tolist() for request in requests]
+        for request, limit in zip(requests, self._limits[first:], strict=True):
+            count = 0 if request.settings.greedy else limit - len(request.prompt_ids)
+            self._uniforms.append(request.settings.uniforms(count).tolist())
         room = max(self._limits) + _padded_width(self.budget)
         self.cache.grow(min(self.batch_size, max(len(self.rows), self.cache.slots)), room)
         self.cache.join(len(requests))
