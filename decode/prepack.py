@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -115,6 +116,26 @@ def prepack(target: Target) -> bool:
         return False
     target.prepacked = True
     return True
+
+
+@torch.no_grad()
+def seconds_by_dtype(target: Target, rows: int = 8, repeats: int = 10) -> dict[torch.dtype, float]:
+    """Seconds that all linear layers of one forward of `rows` tokens take: as they stand, and in float32.
+
+    One layer of each shape is timed. Tells which dtype to decode in: without matrix instructions for bf16, a CPU may
+    well be faster in float32, although it reads twice the bytes.
+    """
+    layers = [layer for layer in target.model.modules() if isinstance(layer, nn.Linear | PackedLinear)]
+    counts = Counter((layer.in_features, layer.out_features) for layer in layers)
+    examples = {(layer.in_features, layer.out_features): layer for layer in layers}
+    seconds = {target.dtype: 0.0, torch.float32: 0.0}
+    for shape, layer in examples.items():
+        wide = nn.Linear(*shape, bias=False, device="meta")
+        wide.weight = nn.Parameter(layer.weight.detach().float(), requires_grad=False)
+        for dtype, module in ((target.dtype, layer), (torch.float32, wide)):
+            hidden = torch.linspace(-1, 1, rows * shape[0]).reshape(rows, -1).to(dtype)
+            seconds[dtype] += counts[shape] * _best_seconds(module, hidden, repeats)
+    return seconds
 
 
 def _packed_layers(linears: dict[str, nn.Linear]) -> dict[str, PackedLinear]:

@@ -15,17 +15,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from headstart.data.prepare import prepare
 from headstart.decode.cost import CostCurve, Forecast, best_size, grow_tree, measure_costs, tune
 from headstart.decode.forecast import measure_drafting, rank_rows
-from headstart.decode.prepack import prepack
+from headstart.decode.prepack import prepack, seconds_by_dtype
 from headstart.errors import DataError
 from headstart.eval.drafters import TREES
 from headstart.eval.trained import open_trained
 from headstart.heads.store import load_head
+from headstart.target import Target
 
 NUM_ANSWERS = 96
 """Held-out answers that trees are grown on, at most."""
@@ -53,8 +55,21 @@ def run(
     trees = as_json(forecasts, costs, draft_seconds, len(answers))
     _write(trained.head / TREES, trees)
     show(forecasts, costs, draft_seconds, Console())
+    if advice := dtype_advice(target):
+        print(advice)
     print(trained.head / TREES)
     return trees
+
+
+def dtype_advice(target: Target) -> str | None:
+    """A sentence where this CPU computes the target's linear layers faster in float32 than in its own dtype."""
+    if target.device.type != "cpu" or target.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    seconds = seconds_by_dtype(target)
+    ratio = seconds[target.dtype] / seconds[torch.float32]
+    if ratio < 1.1:
+        return None
+    return f"this CPU computes the target's linear layers {ratio:.1f} times faster in float32: try --dtype float32"
 
 
 def as_json(forecasts: dict[int, Forecast], costs: CostCurve, draft_seconds: float, num_answers: int) -> dict[str, Any]:

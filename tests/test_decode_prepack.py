@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from headstart.decode import prepack as module
-from headstart.decode.prepack import PackedLinear, SiblingLinear, prepack
+from headstart.decode.prepack import PackedLinear, SiblingLinear, prepack, seconds_by_dtype
 
 
 def logits(target, ids=((5, 9, 200, 31, 7),)):
@@ -78,3 +78,12 @@ def test_missing_operators_fall_back_with_one_warning(monkeypatch):
         warnings.simplefilter("always")
         assert not prepack(target)
     assert len(caught) == 1 and "plain ones" in str(caught[0].message)
+
+
+def test_seconds_by_dtype_count_every_layer_once(monkeypatch):
+    target = tiny.target("llama", dtype=torch.bfloat16)
+    num_layers = sum(isinstance(layer, nn.Linear) for layer in target.model.modules())
+    monkeypatch.setattr(
+        module, "_best_seconds", lambda layer, hidden, _: 1.0 if hidden.dtype == torch.bfloat16 else 0.5
+    )
+    assert seconds_by_dtype(target) == {torch.bfloat16: num_layers, torch.float32: num_layers / 2}

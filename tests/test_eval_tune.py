@@ -1,0 +1,81 @@
+"""`headstart tune`: what it writes can be drafted along, and its words follow from what it measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import head_cases
+import pytest
+import tiny
+import torch
+
+from headstart.decode.cost import SIZES
+from headstart.decode.drafters.medusa import MedusaDrafter
+from headstart.errors import DataError
+from headstart.eval import tune
+from headstart.eval.drafters import choose_tree
+from headstart.heads.store import load_head, save_head
+from headstart.recipe import load_recipe
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory) -> Path:
+    """A run with an untrained head of three levels, and chats of its own to tune on."""
+    folder = tmp_path_factory.mktemp("tune")
+    place = tiny.save(folder / "target", "llama")
+    target = tiny.target("llama")
+    head = head_cases.head_for(target, num_heads=3)
+    save_head(head, folder / "run/head", fingerprint=target.fingerprint(), training_record={})
+    chats = [
+        [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": f"{n}{n} " * 5}] for n in range(9)
+    ]
+    lines = [json.dumps({"id": str(number), "messages": chat}) for number, chat in enumerate(chats)]
+    (folder / "chats.jsonl").write_text("\n".join(lines))
+    source = f'[{{source: "{folder / "chats.jsonl"}"}}]'
+    changes = [f"target.name={place}", "target.architecture=null", "target.dtype=float32", "name=run"]
+    changes += [f"data.train={source}", "data.held_out={fraction: 0.5}", "data.max_length=64"]
+    (folder / "run/recipe.yaml").write_text(load_recipe("quickstart.yaml", changes).to_yaml())
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def trees(run_folder) -> dict:
+    return tune.run(str(run_folder))
+
+
+def test_every_size_has_a_tree_that_the_drafter_takes(run_folder, trees):
+    assert json.loads((run_folder / "head/trees.json").read_text()) == trees
+    assert [int(size) for size in trees["choices"]] == sorted({1, *SIZES})
+    target = tiny.target("llama")
+    head = load_head(run_folder / "head", target)
+    for size, paths in trees["choices"].items():
+        assert len(paths) <= int(size) - 1 and all(1 <= len(path) <= 3 for path in paths)
+        MedusaDrafter(head, target, paths)
+    tree, forecast = choose_tree(run_folder / "head", "auto")[:2]
+    assert [list(path) for path in tree] == trees["choices"][str(trees["best"])]
+    assert forecast["speedup"] == trees["forecast"]["speedup"]
+
+
+def test_the_forecast_follows_from_costs_and_acceptance(trees):
+    seconds = {int(width): value for width, value in trees["step_seconds"].items()}
+    for size, figures in trees["forecasts"].items():
+        if size != "1":
+            cost = seconds[int(size)] + trees["draft_seconds"]
+            expected = figures["acceptance_length"] * seconds[1] / cost
+            assert figures["speedup"] == pytest.approx(expected, rel=1e-3)
+    assert trees["forecast"]["speedup"] == max(figures["speedup"] for figures in trees["forecasts"].values())
+
+
+def test_too_few_held_out_answers_are_said(run_folder):
+    with pytest.raises(DataError, match="held-out answers"):
+        tune.run(str(run_folder), overrides=["data.held_out={fraction: 0.0001}"])
+
+
+def test_a_cpu_that_is_faster_in_float32_is_told(monkeypatch):
+    target = tiny.target("llama", dtype=torch.bfloat16)
+    monkeypatch.setattr(tune, "seconds_by_dtype", lambda _: {torch.bfloat16: 3.0, torch.float32: 1.5})
+    assert "2.0 times faster in float32" in (tune.dtype_advice(target) or "")
+    monkeypatch.setattr(tune, "seconds_by_dtype", lambda _: {torch.bfloat16: 1.0, torch.float32: 1.5})
+    assert tune.dtype_advice(target) is None
+    assert tune.dtype_advice(tiny.target("llama", dtype=torch.float32)) is None
