@@ -129,10 +129,14 @@ def accepted_of(generation: Generation) -> list[int]:
 # -- every family, drafter, tree and batch size ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(
-    ("kind", "tree", "batch_size"), [("mixed", "sparse25", 3), ("random", "chain4", 7), ("ngram", "chain4", 2)]
-)
+QUICK = [(family, "mixed", "sparse25", 3) for family in FAMILIES] + [
+    (family, *rest)
+    for family in ("llama", "headdim", "hyb", "swa", "gpt2")
+    for rest in (("random", "chain4", 7), ("ngram", "chain4", 2))
+]
+
+
+@pytest.mark.parametrize(("family", "kind", "tree", "batch_size"), QUICK)
 def test_tokens_are_those_of_transformers_and_the_cache_that_of_a_prefill(family, kind, tree, batch_size):
     target, prompts, answers = case(family)
     drafter = drafter_of(kind, tree, answers, target.vocab_size)
