@@ -131,11 +131,16 @@ def batches(
 ) -> list[list[list[int]]]:
     """The batches of one rank in one epoch: batch -> sequence -> row numbers. Every call with these values is the same.
 
+    Which rows share a sequence follows from the seed alone, so that a sequence comes back whole in every epoch, and
+    what is known of it can be kept; the order of the sequences follows from the epoch too.
+
     All rows of all ranks together are the whole data, each once. Sequence t of the epoch is the same for every batch
     size and number of ranks: two ranks of two sequences take in a step what one rank of four does. The last step may be
     short, and a rank may get an empty batch in it, so that all ranks take the same number of steps.
     """
-    sequences = _lay_out(_lengths(rows), max_length, packing, random.Random(f"headstart {seed} {epoch}"))
+    groups = _lay_out(_lengths(rows), max_length, packing, random.Random(f"headstart {seed}"))
+    random.Random(f"headstart {seed} {epoch}").shuffle(groups)
+    sequences = [sequence for group in groups for sequence in group]
     per_step = batch_size * world_size
     own = []
     for start in range(0, len(sequences), per_step):
@@ -148,8 +153,8 @@ def _lengths(rows: Sequence[Row]) -> list[int]:
     return rows.lengths() if isinstance(rows, RowStore) else [len(row.input_ids) for row in rows]
 
 
-def _lay_out(lengths: list[int], max_length: int, packing: bool, random_order: random.Random) -> list[list[int]]:
-    """Sequences of row numbers in shuffled order."""
+def _lay_out(lengths: list[int], max_length: int, packing: bool, random_order: random.Random) -> list[list[list[int]]]:
+    """Groups of sequences of row numbers: what stays together in every epoch."""
     assert max(lengths, default=0) <= max_length, "rows are cut to max_length when they are rendered"
     order = list(range(len(lengths)))
     random_order.shuffle(order)
@@ -160,8 +165,7 @@ def _lay_out(lengths: list[int], max_length: int, packing: bool, random_order: r
             groups += [[sequence] for sequence in _pack(window, lengths, max_length)]
         else:
             groups += [[[row] for row in window[first : first + RUN]] for first in range(0, len(window), RUN)]
-    random_order.shuffle(groups)
-    return [sequence for group in groups for sequence in group]
+    return groups
 
 
 def _pack(window: list[int], lengths: list[int], max_length: int) -> list[list[int]]:

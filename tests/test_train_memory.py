@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
 import tiny
 import torch
 import train_cases as cases
 from accelerate import Accelerator
 
-from headstart.data.packing import TokenBatch, collate
+from headstart.data.packing import TokenBatch
 from headstart.train.calibrate import steps_within
 from headstart.train.feature_memory import FeatureMemory
 
-SETTINGS = ("train.max_steps=20", "train.save_every=7", "train.eval_every=null")
+SETTINGS = ("train.max_steps=20", "train.save_every=7", "train.eval_every=null", "data.packing=false")
 
 
 def batch(*lengths: int, width: int = 12) -> TokenBatch:
@@ -46,39 +45,14 @@ def test_a_sequence_seen_again_costs_no_forward_until_memory_is_full(monkeypatch
     assert len(calls) == 1 + 3 and memory.num_bytes == memory.max_bytes
 
 
-def test_documents_packed_anew_are_remembered_and_isolated(monkeypatch):
-    target = tiny.target("llama", dtype=torch.float64)
-    rows = cases.random_rows(4)
-    memory = FeatureMemory(target, (), 1 << 30)
-    memory(collate(rows, [[0, 1], [2, 3]]))
-    repacked = collate(rows, [[3, 0], [2], [1]])
-    plain = target.forward(repacked.input_ids, repacked.position_ids, target.masks(*repacked.attention()))
-    monkeypatch.setattr(target, "forward", None)
-    real = repacked.document_ids >= 0
-    torch.testing.assert_close(memory(repacked).final[real], plain.final[real])
-
-
-@pytest.mark.parametrize("packing", ["true", "false"])
-def test_training_with_memory_remembers_nothing_wrong(tmp_path, packing):
-    recipe = cases.recipe(*SETTINGS, f"data.packing={packing}", "train.feature_memory=1")
+def test_training_with_memory_resumes_to_the_bit_and_remembers_nothing_wrong(tmp_path):
+    recipe = cases.recipe(*SETTINGS, "train.feature_memory=1")
     cases.training(tmp_path / "straight", recipe).finish()
-    few = cases.recipe(*SETTINGS, f"data.packing={packing}", "train.feature_memory=0.0000001")  # room for none
+    few = cases.recipe(*SETTINGS, "train.feature_memory=0.0000001")  # no room for a single sequence
     cases.training(tmp_path / "forgetful", few).finish()
     assert cases.losses(tmp_path / "straight") == cases.losses(tmp_path / "forgetful")
     for name, value in cases.weights(tmp_path / "straight/head").items():
         assert torch.equal(value, cases.weights(tmp_path / "forgetful/head")[name])
-
-
-def test_a_resumed_run_has_forgotten_and_ends_with_the_same_bits(tmp_path):
-    recipe = cases.recipe(*SETTINGS, "data.packing=true", "train.feature_memory=1")
-    cases.training(tmp_path / "straight", recipe).finish()
-    training = cases.training(tmp_path / "resumed", recipe)
-    cases.stop_after_save(training, 14)
-    with pytest.raises(cases.Stopped):
-        training.finish()
-    cases.training(tmp_path / "resumed", recipe, resume=True).finish()
-    for name, value in cases.weights(tmp_path / "straight/head").items():
-        assert torch.equal(value, cases.weights(tmp_path / "resumed/head")[name])
 
 
 def test_a_budget_counts_later_epochs_by_what_they_cost():
