@@ -143,7 +143,7 @@ def write_recipe(folder: Path) -> Path:
 def launch(words: list[str], folder: Path, **variables: str) -> str:
     """The output of a command from the repository's root; its errors too."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
