@@ -21,6 +21,7 @@ from headstart.data.progress import Progress
 from headstart.decode.drafters.base import NoDraft
 from headstart.decode.prepack import prepack
 from headstart.decode.sampling import SamplingSettings
+from headstart.errors import DataError, refuse_unwritable
 from headstart.eval import identity
 from headstart.eval.copies import in_float32
 from headstart.eval.drafters import DrafterPlan, plan_drafter
@@ -33,7 +34,7 @@ from headstart.eval.trained import Trained, open_trained
 from headstart.target import Target
 from headstart.train.run_folder import environment
 
-TRANSFORMERS_QUESTIONS = 8
+TRANSFORMERS_QUESTIONS = 4
 """How many questions `transformers.generate` answers too."""
 
 
@@ -52,7 +53,7 @@ def run(
 ) -> Report:
     """Measures and writes the report of the first drafter named (default: the head), with the others beside it."""
     if bench or split:
-        source = json.dumps({"source": bench or "bundled:chats", "split": split or "train"})
+        source = json.dumps({"source": bench or "bundled:chats", "split": split or "train"}, ensure_ascii=False)
         overrides = [*overrides, f"eval.prompts=[{source}]"]
     trained = open_trained(head, target, overrides=overrides, device=device, dtype=dtype)
     names = list(dict.fromkeys(drafters or (["head"] if head else [PLAIN])))
@@ -61,8 +62,10 @@ def run(
         for name in names
         if name != PLAIN
     ]
-    report = measure(trained, plans)
     folder = Path(output) if output else _default_folder(trained, names, bench)
+    folder.mkdir(parents=True, exist_ok=True)  # a place that cannot be written shows before the work, not after it
+    refuse_unwritable(folder)
+    report = measure(trained, plans)
     paths = write_report(report, folder)
     show(report, Console())
     print("\n".join(str(path) for path in paths))
@@ -98,7 +101,7 @@ def _decode(
     settings = trained.recipe.eval
     total = sum(len(question.turns) for question in questions)
     with Progress("decoding", total, unit="answers", extra="tokens") as progress:
-        return time_arms(
+        measured = time_arms(
             trained.target,
             contenders,
             questions,
@@ -109,6 +112,12 @@ def _decode(
             transformers_questions=TRANSFORMERS_QUESTIONS,
             progress=lambda tokens: progress.add(1, tokens),
         )
+    if not measured.answers:
+        raise DataError(
+            f"each of the {len(questions)} prompts fills the {trained.target.max_positions} positions of "
+            f"{trained.target.name} and leaves no room for an answer; give shorter prompts with --bench"
+        )
+    return measured
 
 
 def _report(
