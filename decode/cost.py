@@ -9,10 +9,12 @@ arXiv 2401.10774, section 2.3.3; Sequoia, arXiv 2402.12374, section 4.2).
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 from jaxtyping import Int
 from torch import Tensor
@@ -24,6 +26,8 @@ from headstart.target import Target
 
 SIZES = tuple(width for width in WIDTHS if width <= 64)
 """Numbers of nodes, root included, that trees are tuned for."""
+BLOCK = 3
+"""Steps of one width in a row while costs are measured."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,6 @@ class RankedAnswer:
     ranks: Int[Tensor, "bases depth"]
     """Base b is the step whose first draft is answer token b (0-based), one base per token. [b, d]: the rank of token
     b + d among the drafts for depth d + 1; -1 where it is none of them or lies behind the answer."""
-    ended: bool = True
-    """By an end token; else the answer stopped at a length limit, for which trees are shortened."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +59,15 @@ class CostCurve:
 
 
 class _WidthSweep(NoDraft):
-    """Plain decoding at a width that changes from step to step, so that drift of the machine meets all widths alike."""
+    """Plain decoding that pads each step to the next width of a schedule."""
 
-    def __init__(self, widths: Sequence[int]):
+    def __init__(self, schedule: Sequence[int]):
         super().__init__()
-        self._arms = [NoDraft(width) for width in widths]
-        self._turn = 0
+        self._arms = {width: NoDraft(width) for width in schedule}
+        self._coming = cycle(schedule)
 
     def propose(self, rows: Rows, budget: int) -> TokenTree:
-        self._turn += 1
-        return self._arms[(self._turn - 1) % len(self._arms)].propose(rows, budget)
+        return self._arms[next(self._coming)].propose(rows, budget)
 
 
 def measure_costs(
@@ -77,21 +78,29 @@ def measure_costs(
     rows: int = 1,
     repeats: int = 8,
 ) -> CostCurve:
-    """Times `repeats` steps of every width, interleaved, after a round of warm-up; the context grows by one a step."""
-    sweep = _WidthSweep(widths)
-    engine = Engine(target, sweep, batch_size=rows, budget=max(widths))
-    steps = len(widths) * (repeats + 1)
-    most = target.max_positions - max(widths) - steps
+    """Times about `repeats` steps of every width; the context grows by one a step.
+
+    Widths come in blocks of three steps, in an order that is shuffled anew in each round, so that drift of the machine
+    meets all alike; the first step of a block pays for the change of shape, which steady decoding does not, and is left
+    out, and so is the first round.
+    """
+    order, schedule = random.Random(0), []
+    for _ in range(1 + -(-repeats // (BLOCK - 1))):
+        schedule += [width for one in order.sample(list(widths), len(widths)) for width in [one] * BLOCK]
+    engine = Engine(target, _WidthSweep(schedule), batch_size=rows, budget=max(widths))
     prompt = [(7 + 31 * i) % min(target.vocab_size, target.embedding.vocab_size) for i in range(context_length)]
-    request = Request(prompt_ids=prompt[: max(most, 1)], max_new_tokens=steps, ignore_end=True)
-    first = next(iter(list(engine.generate([request] * rows))))
+    prompt = prompt[: max(target.max_positions - max(widths) - len(schedule), 1)]
+    steps_each = min(len(schedule), target.max_positions - len(prompt))  # a short target needs several texts
+    request = Request(prompt_ids=prompt, max_new_tokens=steps_each, ignore_end=True)
+    texts = list(engine.generate([request] * rows * -(-len(schedule) // steps_each)))
+    steps = [step for text in texts[::rows] for step in text.steps]
     by_width: dict[int, list[float]] = {width: [] for width in widths}
-    for index, step in enumerate(first.steps):
-        if index >= len(widths):
-            by_width[widths[index % len(widths)]].append(step.verify_seconds + step.host_seconds)
+    for index, (width, step) in enumerate(zip(schedule, steps, strict=False)):
+        if index >= BLOCK * len(widths) and index % BLOCK:
+            by_width[width].append(step.verify_seconds + step.host_seconds)
     return CostCurve(
         seconds={width: statistics.median(times) for width, times in by_width.items()},
-        context_length=len(request.prompt_ids) + steps // 2,
+        context_length=len(prompt) + steps_each // 2,
         rows=rows,
         device=str(target.device),
         dtype=str(target.dtype).removeprefix("torch."),
@@ -102,10 +111,9 @@ def replay(answer: RankedAnswer, paths: Sequence[Path]) -> list[tuple[int, int]]
     """(base, drafts accepted) of each step along one answer with the static tree of `paths`.
 
     Steps that the answer's end cuts short are left out, as `StepRecord.cut` does while decoding: those that would emit
-    past an end token, and at a length limit those that the shortened tree kept from accepting more.
+    past an end token or a length limit.
     """
     nodes = set(paths)
-    max_depth = max(map(len, nodes), default=0)
     steps = []
     table = answer.ranks.tolist()
     base = 0
@@ -113,9 +121,7 @@ def replay(answer: RankedAnswer, paths: Sequence[Path]) -> list[tuple[int, int]]
         depth = 0
         while depth < len(table[base]) and tuple(table[base][: depth + 1]) in nodes:
             depth += 1
-        left = len(table) - base
-        cut = depth >= left if answer.ended else max_depth >= left and depth >= left - 1
-        if not cut:
+        if base + depth < len(table):
             steps.append((base, depth))
         base += depth + 1
     return steps

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import torch
 from jaxtyping import Float, Int
@@ -47,8 +46,7 @@ def rank_rows(head: MedusaHead, target: Target, rows: Iterable[Row], *, widen: b
         tokens = torch.tensor([row.input_ids[:end]], device=target.device)
         allowed, distance, positions = prefill_mask(0, end, 1, torch.device(target.device))
         final = target.forward(tokens, positions, target.masks(allowed, distance)).final[0]
-        answer = rank_answer(drafting, target.output, final, row.input_ids[:end], start, widen=widen)
-        ranked.append(replace(answer, ended=row.input_ids[end - 1] in target.end_token_ids))
+        ranked.append(rank_answer(drafting, target.output, final, row.input_ids[:end], start, widen=widen))
     return ranked
 
 
