@@ -27,7 +27,7 @@ class Table:
 def headline(report: Report) -> Table:
     """The figures that are quoted, each with what it means."""
     details = report["details"]
-    answers, steps = details["answers"], details["seconds_per_step"]
+    answers, steps, generate = details["answers"], details["seconds_per_step"], details["transformers_generate"]
     same = f"{report['identical_outputs']} of {report['compared_outputs']}"
     rows = [
         ["speedup over plain decoding", _with(report["speedup"], report["speedup_interval"]), "95% interval"],
@@ -39,6 +39,7 @@ def headline(report: Report) -> Table:
         ["drafted", _figure(report["drafted_tokens_per_second"]), "tokens/s"],
         ["plain, same engine", _figure(report["plain_tokens_per_second"]), "tokens/s"],
         ["transformers.generate", _figure(report["transformers_generate_tokens_per_second"]), "tokens/s"],
+        ["plain over transformers.generate", number(generate["plain_over_transformers"]), "on the same answers"],
         ["forecast speedup", number(report["forecast_speedup"]), "by headstart tune"],
         ["forecast acceptance length", number(report["forecast_acceptance_length"]), "by headstart tune"],
         ["break-even acceptance length", number(steps["break_even_acceptance_length"]), "drafted step / plain step"],
