@@ -12,7 +12,7 @@ from headstart.data.rendering import ChatRenderer
 from headstart.decode.selfcheck import check_target
 from headstart.errors import HeadError, RecipeError
 from headstart.heads.store import read_description
-from headstart.recipe import ChatSection, Recipe, load_recipe
+from headstart.recipe import ChatSection, Recipe, load_recipe, quoted
 from headstart.recipe_target import load_recipe_target
 from headstart.target import Target
 
@@ -64,7 +64,7 @@ def open_trained(
         if name is None:
             raise RecipeError("neither a head nor a target is named; add --head RUN or --target NAME")
     if name is not None:
-        changes = [f"target.name={name}", "target.architecture=null", *changes]
+        changes = [f"target.name={quoted(name)}", "target.architecture=null", *changes]
     recipe = load_recipe(source, changes)
     loaded, _ = load_recipe_target(recipe, device=device, dtype=dtype)
     check_target(loaded)

@@ -23,7 +23,7 @@ from headstart.data.prepare import prepare
 from headstart.decode.cost import CostCurve, Forecast, best_size, grow_tree, measure_costs, tune
 from headstart.decode.forecast import measure_drafting, rank_rows
 from headstart.decode.prepack import prepack, seconds_by_dtype
-from headstart.errors import DataError
+from headstart.errors import DataError, refuse_unwritable
 from headstart.eval.drafters import TREES
 from headstart.eval.trained import open_trained
 from headstart.heads.store import load_head
@@ -40,6 +40,7 @@ def run(
     trained = open_trained(head, overrides=overrides, device=device, dtype=dtype)
     target = trained.target
     assert trained.head is not None
+    refuse_unwritable(trained.head)
     prepack(target)
     medusa = load_head(trained.head, target)
     data = prepare(trained.recipe, target.tokenizer, vocab_size=target.vocab_size, max_positions=target.max_positions)

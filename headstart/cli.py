@@ -14,9 +14,10 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import headstart
-from headstart.errors import HeadstartError, RecipeError
+from headstart.errors import HeadstartError, RecipeError, disk_fault
 
 TRAINING_SCRIPTS = {"medusa": "headstart.train.medusa"}
 """The module that trains each type of head."""
@@ -39,6 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `headstart ... | head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        fault = disk_fault(error)
+        if fault is None:
+            raise
+        print(fault, file=sys.stderr)
+        return fault.exit_status
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -102,16 +109,17 @@ def launch_command(arguments: argparse.Namespace) -> tuple[dict[str, str], list[
 
     Checks the recipe first, without torch, so that its faults show at once and once, not from every process.
     """
-    from headstart.recipe import find_packaged, find_recipe, load_recipe, refuse_unbuilt
+    from headstart.recipe import find_packaged, find_recipe, load_recipe, quoted, refuse_unbuilt
 
-    recipe = load_recipe(arguments.recipe, arguments.set)
+    name = [f"name={quoted(arguments.name)}"] if arguments.name else []
+    recipe = load_recipe(arguments.recipe, [*arguments.set, *name])
     if not arguments.smoke:
         refuse_unbuilt(recipe)
     variables, launch = {}, []
     if arguments.accelerate:
         path = find_packaged(arguments.accelerate, "accelerate")
         launch = ["--config_file", str(path)]
-        if _is_parallel_on_cpu(path.read_text(encoding="utf-8")):
+        if _is_parallel_on_cpu(path):
             variables["ACCELERATE_USE_CPU"] = "true"  # without it accelerate starts one process and says nothing
     elif arguments.cpu or arguments.smoke:
         launch = _ONE_CPU_PROCESS
@@ -237,10 +245,13 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _is_parallel_on_cpu(text: str) -> bool:
+def _is_parallel_on_cpu(path: Path) -> bool:
     import yaml
 
-    values = yaml.safe_load(text)
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        raise RecipeError(f"The launch file {path} is not YAML; write one with `accelerate config`.") from None
     return isinstance(values, dict) and bool(values.get("use_cpu")) and values.get("distributed_type") == "MULTI_GPU"
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 
 class HeadstartError(Exception):
     """A mistake that the user can mend: one sentence saying what was found, what was expected and what to type next.
@@ -32,3 +35,26 @@ class HeadError(HeadstartError):
 
 class TrainingError(HeadstartError):
     """Training that must not go on: a NaN, a lost checkpoint, a run folder that exists."""
+
+
+_DISK_FAULTS = {
+    getattr(errno, name, None)  # Windows has not all of them
+    for name in "ENOENT EACCES EPERM EROFS ENOSPC EDQUOT EEXIST ENOTDIR EISDIR ENAMETOOLONG".split()
+}
+
+
+def disk_fault(error: OSError) -> HeadstartError | None:
+    """The sentence for a file that the user's disk or permissions refuse; None for what is no matter of theirs."""
+    if error.errno not in _DISK_FAULTS or error.strerror is None:
+        return None
+    place = f"{error.filename}" if error.filename is not None else "a file"
+    return HeadstartError(
+        f"{place} cannot be written or read ({error.strerror[0].lower()}{error.strerror[1:]}); "
+        "make room or mend its permissions, or name another place, with --output where files are written"
+    )
+
+
+def refuse_unwritable(folder: str | os.PathLike[str]) -> None:
+    """Raises the OSError of a folder that no file can be made in, before the work whose result goes there."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(folder))

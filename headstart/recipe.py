@@ -9,6 +9,7 @@ Everything that is wrong with a recipe is reported at once, with file and line, 
 from __future__ import annotations
 
 import difflib
+import json
 import os
 from collections.abc import Sequence
 from importlib import resources
@@ -53,6 +54,7 @@ __all__ = [
     "find_recipe",
     "load_recipe",
     "override",
+    "quoted",
     "refuse_unbuilt",
     "smoke",
 ]
@@ -82,7 +84,7 @@ def load_recipe(path_or_name: str | os.PathLike[str], overrides: Sequence[str] =
         reason = "not text in UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise RecipeError(f"The recipe {path} cannot be read ({reason}); give a YAML file.") from None
     document = read_yaml(text, _shown(path))
-    if not document.values:
+    if not document.values and document.faults:  # no YAML, so nothing more can be said about it
         _raise_faults(document)
     recipe = _checked(document, overrides, path.parent)
     return shrink(recipe)[0] if smoke else recipe
@@ -91,6 +93,11 @@ def load_recipe(path_or_name: str | os.PathLike[str], overrides: Sequence[str] =
 def override(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     """The recipe with `a.b=value` settings applied and checked."""
     return _checked(Document(values=recipe.model_dump()), overrides, None)
+
+
+def quoted(text: str) -> str:
+    """`text` as the value of an override that stays text, whatever YAML would make of it: a name like `7` or `on`."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def smoke(recipe: Recipe) -> tuple[Recipe, list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import subprocess
@@ -94,6 +95,12 @@ def test_the_installed_command_is_this_one():
         (HeadstartError("found a, expected b; type c"), 1, "found a, expected b; type c\n"),
         (TrainingError("NaN in step 3"), 1, "NaN in step 3\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "runs/a"),
+            1,
+            "runs/a cannot be written or read (no space left on device); make room or mend its permissions, or name "
+            "another place, with --output where files are written\n",
+        ),
     ],
 )
 def test_errors_of_ours_are_one_message_and_a_status(monkeypatch, capsys, error, status, said):
@@ -105,12 +112,13 @@ def test_errors_of_ours_are_one_message_and_a_status(monkeypatch, capsys, error,
     assert capsys.readouterr() == ("", said)
 
 
-def test_errors_that_are_not_the_users_keep_their_traceback(monkeypatch):
+@pytest.mark.parametrize("error", [ZeroDivisionError(), OSError(errno.EIO, "Input/output error", "runs/a")])
+def test_errors_that_are_not_the_users_keep_their_traceback(monkeypatch, error):
     def fail(*_):
-        raise ZeroDivisionError
+        raise error
 
     monkeypatch.setattr("headstart.recipe.load_recipe", fail)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(type(error)):
         cli.main(["train", "--recipe", "quickstart.yaml"])
 
 
@@ -141,8 +149,17 @@ def test_launch_lines_for_one_process_and_for_gpus():
     for name in ("one-gpu.yaml", "eight-gpu.yaml"):
         variables, words = launch_line("--recipe", "llama8b.yaml", "--accelerate", name)
         assert variables == {} and words[4].endswith(name)
+    with pytest.raises(HeadstartError, match="found the text 'a b', expected letters, digits"):
+        launch_line("--recipe", "quickstart.yaml", "--name", "a b")
     with pytest.raises(HeadstartError, match="two-cpus.*did you mean two-cpu"):
         launch_line("--recipe", "quickstart.yaml", "--accelerate", "two-cpus.yaml")
+
+
+@pytest.mark.parametrize("content", [b"distributed_type: [NO\n", b"\xff\xfe"])
+def test_a_launch_file_that_is_no_yaml_is_one_sentence(tmp_path, content):
+    (tmp_path / "launch.yaml").write_bytes(content)
+    with pytest.raises(HeadstartError, match=r"launch.yaml is not YAML; write one with `accelerate config`"):
+        launch_line("--recipe", "quickstart.yaml", "--accelerate", str(tmp_path / "launch.yaml"))
 
 
 def test_every_verb_has_a_summary_and_its_words_reach_its_module():

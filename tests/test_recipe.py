@@ -164,6 +164,11 @@ def test_faults_of_every_kind_come_in_one_report_in_the_order_of_the_file(in_fol
     assert found[8].endswith("expected any or a whole number")
 
 
+def test_an_empty_recipe_is_told_what_it_lacks(in_folder):
+    found = faults("{}\n")
+    assert [line.split(": ")[1] for line in found] == ["name", "target", "head", "data"]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.machinery
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from headstart.heads.store import read_description
 from headstart.recipe import PACKAGED, load_recipe
-from headstart.train import medusa
+from headstart.train import medusa, preparation
 from headstart.train.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,6 +60,19 @@ def test_mistakes_end_in_a_sentence_before_a_folder_is_made(tmp_path, capsys, ar
     assert stopped.value.code == status
     assert sentence in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["7", "1e3", "on", "null"])
+def test_a_name_that_yaml_would_read_as_something_else_is_a_name(name):
+    options = preparation.parse_arguments("", ["--recipe", FAST, "--name", name])
+    assert preparation.read_recipe(options, "medusa")[0].name == name
+
+
+def test_a_place_where_no_folder_can_be_made_is_one_sentence(capsys):
+    with pytest.raises(SystemExit) as stopped, preparation.user_errors():
+        raise NotADirectoryError(errno.ENOTDIR, "Not a directory", "notes.txt/quickstart")
+    assert stopped.value.code == 1
+    assert "notes.txt/quickstart cannot be written or read (not a directory)" in capsys.readouterr().err
 
 
 def test_no_file_of_the_room_hides_a_module_that_others_import():

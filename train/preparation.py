@@ -18,9 +18,9 @@ from torch import nn
 from headstart.data.agreement import agreement
 from headstart.data.packing import RowStore, batches, collate
 from headstart.data.prepare import Prepared
-from headstart.errors import HeadstartError, RecipeError, TrainingError
+from headstart.errors import HeadstartError, RecipeError, TrainingError, disk_fault
 from headstart.heads.vocab import DraftVocab
-from headstart.recipe import Recipe, load_recipe, refuse_unbuilt, smoke
+from headstart.recipe import Recipe, load_recipe, quoted, refuse_unbuilt, smoke
 from headstart.target import Target
 from headstart.train.loop import Training
 from headstart.train.run_folder import RunFolder, open_run, refuse_existing
@@ -50,7 +50,10 @@ def user_errors() -> Iterator[None]:
     """Ends the process with one sentence, and the error's exit status, where the user can mend what went wrong."""
     try:
         yield
-    except HeadstartError as error:
+    except (HeadstartError, OSError) as raised:
+        error = disk_fault(raised) if isinstance(raised, OSError) else raised
+        if error is None:
+            raise
         rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
         print(f"{rank}{error}", file=sys.stderr, flush=True)
         raise SystemExit(error.exit_status) from None
@@ -58,7 +61,7 @@ def user_errors() -> Iterator[None]:
 
 def read_recipe(arguments: argparse.Namespace, head_type: str) -> tuple[Recipe, list[str]]:
     """The recipe as the command line changes it, and what --smoke replaced. Nothing is loaded yet."""
-    overrides = [*arguments.set, *([f"name={arguments.name}"] if arguments.name else [])]
+    overrides = [*arguments.set, *([f"name={quoted(arguments.name)}"] if arguments.name else [])]
     recipe = load_recipe(arguments.recipe, overrides)
     if recipe.head.type != head_type:
         raise RecipeError(f"{arguments.recipe} trains a {recipe.head.type} head; run train/{recipe.head.type}.py")
@@ -96,12 +99,12 @@ def mode(accelerator: Accelerator) -> str:
 
 
 def on_main(accelerator: Accelerator, work: Callable[[], Any]) -> Any:
-    """The result of `work` from the main process, on every rank; a HeadstartError there is raised on all."""
+    """The result of `work` from the main process, on every rank; a HeadstartError or OSError there is raised on all."""
     box: list[Any] = [None, None]
     if accelerator.is_main_process:
         try:
             box[0] = work()
-        except HeadstartError as error:
+        except (HeadstartError, OSError) as error:
             box[1] = error
     broadcast_object_list(box)
     if box[1] is not None:
