@@ -7,6 +7,7 @@ batch, with any drafter whose trees are deterministic, and without one; and no n
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import cast
 
@@ -35,16 +36,15 @@ class SamplingSettings:
     """Seed of this row's own stream of random numbers."""
 
     def __post_init__(self) -> None:
-        for name, value, good in [
-            ("temperature", self.temperature, self.temperature >= 0),
-            ("top_k", self.top_k, self.top_k >= 0),
-            ("top_p", self.top_p, 0 < self.top_p <= 1),
-            ("min_p", self.min_p, 0 <= self.min_p <= 1),
+        for name, value, good, expected in [
+            ("temperature", self.temperature, 0 <= self.temperature < math.inf, "a number from 0 on"),
+            ("top_k", self.top_k, self.top_k >= 0, "a whole number from 0 on"),
+            ("top_p", self.top_p, 0 < self.top_p <= 1, "a number above 0, at most 1"),
+            ("min_p", self.min_p, 0 <= self.min_p <= 1, "a number from 0 to 1"),
+            ("seed", self.seed, 0 <= self.seed < 2**63, "a whole number from 0 to 2^63 - 1"),
         ]:
             if not good:
-                raise HeadstartError(
-                    f"sampling setting {name}={value} is out of range; see SamplingSettings for its range"
-                )
+                raise HeadstartError(f"sampling setting {name}={value} is out of range; give {expected}")
 
     @property
     def greedy(self) -> bool:

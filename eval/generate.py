@@ -13,6 +13,7 @@ from headstart.decode.drafters.base import Request
 from headstart.decode.engine import Engine, Generation
 from headstart.decode.prepack import prepack
 from headstart.decode.sampling import SamplingSettings
+from headstart.errors import DataError
 from headstart.eval.acceptance import count_steps
 from headstart.eval.drafters import plan_drafter
 from headstart.eval.tables import number
@@ -32,6 +33,7 @@ def run(
     allow_other_target: bool = False,
 ) -> Generation:
     """Prints the answer to `prompt` on standard output as it comes, and the figures on standard error."""
+    settings = SamplingSettings(temperature=temperature, seed=seed)
     trained = open_trained(head, target, device=device, dtype=dtype)
     plan = plan_drafter("head", trained.head, trained.recipe.eval.tree, allow_other_target)
     prepack(trained.target)
@@ -39,8 +41,13 @@ def run(
     request = Request(
         prompt_ids=trained.renderer.prompt([{"role": "user", "content": prompt}]),
         max_new_tokens=max_new_tokens,
-        settings=SamplingSettings(temperature=temperature, seed=seed),
+        settings=settings,
     )
+    if len(request.prompt_ids) >= trained.target.max_positions:
+        raise DataError(
+            f"the prompt has {len(request.prompt_ids)} tokens, and {trained.target.name} takes "
+            f"{trained.target.max_positions}, answer included; shorten the prompt"
+        )
     last = Generation(request)
     started = time.perf_counter()
     for text, generation in stream_text(engine, request):

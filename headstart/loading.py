@@ -95,6 +95,19 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return found
 
 
+def parse_device(device: str | torch.device | None) -> torch.device:
+    """A device that is here, from its name; None is the first GPU, or else the CPU."""
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    try:
+        found = torch.device(device or ("cuda" if num_gpus else "cpu"))
+    except RuntimeError:
+        raise TargetError(f"device {str(device)!r} is unknown; expected cpu, cuda or cuda:0") from None
+    if found.type == "cuda" and (found.index or 0) >= num_gpus:
+        here = f"PyTorch sees {num_gpus} GPUs here" if num_gpus else "PyTorch sees no GPU here"
+        raise TargetError(f"device {device} was asked for, and {here}; name another one, such as cpu")
+    return found
+
+
 @contextmanager
 def explained(name: str) -> Iterator[None]:
     """Turns whatever goes wrong while loading into one sentence; from_pretrained raises almost any exception."""

@@ -6,7 +6,7 @@ import torch
 
 from headstart import bundled
 from headstart.architecture import random_target
-from headstart.loading import load_tokenizer
+from headstart.loading import load_tokenizer, parse_device
 from headstart.recipe import Recipe, architecture_path
 from headstart.recipe_smoke import RANDOM
 from headstart.target import Target, load_target
@@ -37,5 +37,5 @@ def load_recipe_target(
         architecture, shrink=True, seed=recipe.seed, tokenizer=load_tokenizer(bundled.NAME), dtype=dtype
     )
     if device is not None:
-        target.model.to(torch.device(device))  # pyright: ignore[reportArgumentType]  (a wrapper without types)
+        target.model.to(parse_device(device))  # pyright: ignore[reportArgumentType]  (a wrapper without types)
     return target, replaced

@@ -29,7 +29,7 @@ from headstart.architecture import compare_architecture
 from headstart.borrowed import Embedding, OutputHead, check_borrowed, output_module, weight_of, weight_shape
 from headstart.errors import TargetError
 from headstart.fingerprint import check_fingerprint, fingerprint
-from headstart.loading import load_model, load_tokenizer, parse_dtype
+from headstart.loading import load_model, load_tokenizer, parse_device, parse_dtype
 
 __all__ = ["Embedding", "Features", "OutputHead", "Target", "check_fingerprint", "load_target", "load_tokenizer"]
 
@@ -252,7 +252,7 @@ def load_target(
     model's own forward, which costs one forward of eight tokens.
     """
     name, found_dtype = str(name), parse_dtype(dtype)
-    found_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    found_device = parse_device(device)
     remote = {"trust_remote_code": trust_remote_code, "revision": revision}
     tokenizer = load_tokenizer(name, **remote)
     target = Target(load_model(name, dtype=found_dtype, device=found_device, **remote), tokenizer, name=name)

@@ -20,6 +20,7 @@ from headstart.decode.engine import Engine, Generation
 from headstart.decode.prepack import prepack
 from headstart.decode.sampling import SamplingSettings
 from headstart.decode.selfcheck import check_target
+from headstart.errors import DataError
 from headstart.recipe import Recipe
 from headstart.recipe_target import load_recipe_target
 from headstart.target import Target
@@ -35,16 +36,21 @@ def run(
 ) -> SkipReport:
     """Load the target and let it answer; limit: the first so many prompts of each source. Prints the counts."""
     target, _ = load_recipe_target(recipe, device=device, dtype=dtype)
+    settings = recipe.data.distill
+    if settings.max_new_tokens >= target.max_positions:
+        raise DataError(
+            f"answers of data.distill.max_new_tokens {settings.max_new_tokens} leave no room for a prompt in the "
+            f"{target.max_positions} positions of {target.name}; set it to {max(1, target.max_positions // 2)} or so"
+        )
     check_target(target)
     prepack(target)
-    settings = recipe.data.distill
     return distill.run(
         recipe,
         output,
         tokenizer=target.tokenizer,
         generate=answer_with(target, settings.max_new_tokens, settings.temperature, settings.batch_size),
         limit=limit,
-        max_prompt_tokens=max(1, target.max_positions - settings.max_new_tokens),
+        max_prompt_tokens=target.max_positions - settings.max_new_tokens,
     )
 
 

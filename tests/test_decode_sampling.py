@@ -37,6 +37,7 @@ PROMPT = (6, 5, 0, 1, 2, 0, 5, 0)
 NEW_TOKENS = 3
 DRAWS = 200_000
 SMOKE_DRAWS = 6_000
+FAULT_DRAWS = 50_000
 FAMILY_LEVEL = 1e-3
 FAULT_LEVEL = 1e-6
 SHARPNESS = 1.5
@@ -398,7 +399,7 @@ def faulty_sample(fault: Callable, drafter: str, setting: str, draws: int, monke
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults_are_rejected(name, monkeypatch):
-    assert faulty_sample(*FAULTS[name], DRAWS, monkeypatch) < FAULT_LEVEL
+    assert faulty_sample(*FAULTS[name], FAULT_DRAWS, monkeypatch) < FAULT_LEVEL
 
 
 @pytest.mark.parametrize("name", ["bonus", "fresh-draw", "per-path", "stale-plain"])
@@ -446,7 +447,7 @@ def test_a_seed_gives_the_same_text_in_any_batch_and_with_any_drafter():
 
 @pytest.mark.slow
 def test_many_seeds_give_the_same_text_with_any_drafter():
-    requests = seeded_requests(20_000)
+    requests = seeded_requests(8_000)
     with no_garbage_collection():
         plain = answers(NoDraft(), requests, 4096)
         for name, make in DRAFTERS.items():
@@ -531,17 +532,6 @@ def test_frequencies_are_the_probabilities():
     assert (counts - probs[0] * 10_000).abs().max() <= 1
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}, {"min_p": 2.0}]
-    + [{"temperature": float("nan")}],
-)
-def test_settings_out_of_range_are_refused_by_name(wrong):
-    (name,) = wrong
-    with pytest.raises(HeadstartError, match=name):
-        SamplingSettings(**wrong)
-
-
 def test_a_drafted_argmax_leaves_the_frequencies_alone():
     """p = (0.7, 0.3) and a drafter that always drafts token 1: it is written, and accepted, 30% of the time."""
     target = Target(small_model(vocab=2), tiny.tokenizer(), name="two tokens")
@@ -565,3 +555,13 @@ def test_a_drafted_argmax_leaves_the_frequencies_alone():
     ones = np.mean([generation.token_ids[0] for generation in out])
     accepted = np.mean([generation.steps[0].accepted for generation in out])
     assert ones == pytest.approx(0.300, abs=0.012) and accepted == ones
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": -0.1}, {"temperature": float("nan")}, {"temperature": float("inf")}, {"seed": -1}]
+    + [{"seed": 2**63}, {"top_k": -1}, {"top_p": 0.0}, {"min_p": 1.5}],
+)
+def test_settings_out_of_range_are_refused_with_their_range(wrong):
+    with pytest.raises(HeadstartError, match=rf"{next(iter(wrong))}=.* is out of range; give a "):
+        SamplingSettings(**wrong)

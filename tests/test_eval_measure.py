@@ -189,3 +189,28 @@ def test_generate_streams_the_engines_answer(run_folder, capsys):
     prompt = ChatRenderer(tokenizer, ChatSection()).prompt([message])
     (plain,) = stubs.plain_answers(tiny.model("llama"), [prompt], 16, end_token_ids=(tiny.END,))
     assert plain == generation.token_ids
+
+
+def test_a_prompt_that_fills_all_positions_is_refused(run_folder, target_folder, tmp_path):
+    long = "word " * 2000
+    with pytest.raises(HeadstartError, match=r"the prompt has \d+ tokens.*shorten the prompt"):
+        generate.run(str(run_folder), long, device="cpu")
+    (tmp_path / "long.jsonl").write_text(json.dumps({"turns": [long]}) + "\n")
+    with pytest.raises(HeadstartError, match="each of the 1 prompts fills"):
+        measure.run(
+            target=str(target_folder),
+            bench=str(tmp_path / "long.jsonl"),
+            output=str(tmp_path / "out"),
+            device="cpu",
+            overrides=SMALL,
+        )
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_work(target_folder, prompts, tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "measure", lambda *_: pytest.fail("nothing is measured"))
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError):
+        measure.run(target=str(target_folder), bench=str(prompts), output=str(tmp_path / "file"), device="cpu")
+    monkeypatch.setattr("headstart.errors.os.access", lambda *_: False)
+    with pytest.raises(PermissionError):
+        measure.run(target=str(target_folder), bench=str(prompts), output=str(tmp_path), device="cpu")

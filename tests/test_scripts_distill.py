@@ -69,3 +69,8 @@ def test_a_target_that_is_nowhere_is_one_sentence(folder, capsys):
     assert distill() == 1
     error = capsys.readouterr().err
     assert "nowhere" in error and "Traceback" not in error
+
+
+def test_answers_longer_than_the_target_reads_are_refused(folder, capsys):
+    assert distill("--set", "data.distill.max_new_tokens=100000") == 1
+    assert "leave no room for a prompt" in capsys.readouterr().err and not (folder / "answers.jsonl").exists()

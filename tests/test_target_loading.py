@@ -126,3 +126,9 @@ def test_models_of_another_kind_are_refused(tmp_path):
 def test_an_unknown_precision_is_refused(tmp_path):
     with pytest.raises(TargetError, match="'float8'.*bfloat16"):
         load(tmp_path, dtype="float8")
+
+
+@pytest.mark.parametrize("device", ["cude", "cuda:99", "cpu:x"])
+def test_a_device_that_is_not_here_is_one_sentence(tmp_path, device):
+    with pytest.raises(TargetError, match=f"device '?{device}'? (is unknown; expected cpu|was asked for, and PyTorch)"):
+        load(tmp_path, device=device)
