@@ -13,6 +13,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -162,10 +163,13 @@ def _file_records(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
     opened = gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")
-    with opened as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield f"{path}:{number}", _json_line(line)
+    try:
+        with opened as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield f"{path}:{number}", _json_line(line)
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{path} can't be unpacked ({error}); copy it again, or give the .jsonl itself.") from None
 
 
 def _json_line(line: bytes) -> Any:

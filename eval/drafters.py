@@ -78,8 +78,8 @@ def choose_tree(folder: Path, size: int | str) -> tuple[list[TreePath], dict[str
         wanted = int(stored["best"] if size == "auto" else size)
         chosen = max((one for one in sizes if one <= wanted), default=sizes[0])
         tree = [tuple(map(int, node)) for node in stored["choices"][str(chosen)]]
-        forecasts = stored.get("forecasts") or {str(stored["best"]): stored["forecast"]}
+        forecasts = dict(stored.get("forecasts") or {str(stored["best"]): stored["forecast"]})
         tuned_on = (str(stored["device"]), str(stored["dtype"]))
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise HeadError(f"{path} is no file of trees ({error!r}); make it anew with `headstart tune`") from None
     return tree, forecasts.get(str(chosen), {}), tuned_on

@@ -130,6 +130,10 @@ def read_description(folder: str | Path) -> dict[str, Any]:
         raise HeadError(f"{path} is no description of a head ({error}); restore it or train again") from None
     if missing:
         raise HeadError(f"{path} lacks {missing[0]}; restore it or train again")
+    wrong = [key for key in ("head", "target") if not isinstance(description[key], dict)]
+    if wrong:
+        found = description[wrong[0]]
+        raise HeadError(f"{path}: {wrong[0]} is {found!r}, expected an object; restore it or train again")
     if description["format"] != FORMAT:
         raise HeadError(f"{path} has format {description['format']}, this version reads {FORMAT}; update headstart")
     return description

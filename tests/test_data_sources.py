@@ -305,3 +305,11 @@ def test_the_bundled_chats_are_a_source():
     assert all(row.kind and row.topic and row.messages for row in rows)
     with pytest.raises(DataError, match="bundled:chats"):
         list(read(Source(source="bundled:chat"), {}))
+
+
+@pytest.mark.parametrize("damage", [lambda packed: b"no gzip", lambda packed: packed[:-20]])
+def test_a_packed_file_that_is_damaged_is_refused(tmp_path, damage):
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(damage(gzip.compress((json.dumps(GOOD) + "\n").encode() * 50)))
+    with pytest.raises(DataError, match="a.jsonl.gz can't be unpacked"):
+        list(read(Source(source=str(path)), {}))

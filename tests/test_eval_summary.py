@@ -190,6 +190,12 @@ def test_the_tree_of_a_size_is_the_tuned_one_or_the_next_smaller(tmp_path):
     trees["forecasts"] = {"3": {"acceptance_length": 1.3, "speedup": 1.15}, "5": trees["forecast"]}
     (tmp_path / "trees.json").write_text(json.dumps(trees))
     assert choose_tree(tmp_path, 4)[1] == trees["forecasts"]["3"]
+    (tmp_path / "trees.json").write_text(json.dumps(trees)[:60])
+    with pytest.raises(HeadError, match="no file of trees"):
+        choose_tree(tmp_path, "auto")
+    (tmp_path / "trees.json").write_text(json.dumps(trees | {"forecasts": [1]}))
+    with pytest.raises(HeadError, match="no file of trees"):
+        choose_tree(tmp_path, "auto")
     (tmp_path / "trees.json").write_text("{}")
     with pytest.raises(HeadError, match="headstart tune"):
         choose_tree(tmp_path, "auto")

@@ -141,6 +141,10 @@ def test_nothing_missing_and_nothing_left_over(target, tmp_path):
     (folder / "config.json").write_text("{")
     with pytest.raises(HeadError, match="no description of a head"):
         load_head(folder)
+    parts = {"format": 1, "head": 3, "hidden_size": 64, "vocab_size": 264, "target": {}}
+    (folder / "config.json").write_text(json.dumps(parts))
+    with pytest.raises(HeadError, match="head is 3, expected an object"):
+        load_head(folder)
     with pytest.raises(HeadError, match="holds no trained head"):
         load_head(tmp_path / "nowhere")
 

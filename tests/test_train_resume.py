@@ -289,6 +289,11 @@ def test_what_cannot_be_continued_is_refused_in_a_sentence(tmp_path):
         cases.training(tmp_path / "run", changed, resume=True)
     changed = cases.recipe("train.save_every=2", "train.max_steps=6", "eval.num_prompts=3")
     cases.training(tmp_path / "run", changed, resume=True).finish()
+    environment = (tmp_path / "run/environment.json").read_text()
+    (tmp_path / "run/environment.json").write_text(environment[:40])
+    with pytest.raises(TrainingError, match="environment.json is damaged"):
+        cases.training(tmp_path / "run", changed, resume=True)
+    (tmp_path / "run/environment.json").write_text(environment)
     state = tmp_path / "run/checkpoints/step-00000006/state.json"
     state.write_text(json.dumps({**json.loads(state.read_text()), "world_size": 2}))
     with pytest.raises(TrainingError, match="written by 2 processes, this launch has 1"):

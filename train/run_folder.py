@@ -128,8 +128,11 @@ def _write_environment(path: Path, command: Sequence[str]) -> str:
     """Records this launch; launches after the first are listed under `resumed`. Returns the id of the run."""
     launch = environment(command)
     if path.exists():
-        record = json.loads(path.read_text())
-        record["resumed"].append(launch)
+        try:
+            record = json.loads(path.read_text())
+            record["resumed"].append(launch)
+        except (ValueError, KeyError, TypeError) as error:
+            raise TrainingError(f"{path} is damaged ({error!r}); remove it to go on with the run") from None
     else:
         record = {"run_id": uuid.uuid4().hex[:12], **launch, "resumed": []}
     write_text(path, json.dumps(record, indent=1))
