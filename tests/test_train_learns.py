@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import tiny
@@ -17,6 +18,7 @@ from headstart.heads.store import build_head, load_head
 from headstart.train import forecasting
 from headstart.train.forecasting import Forecaster, decode_copy
 from headstart.train.metrics import read_metrics
+from headstart.train.preparation import foreign_answers
 
 NUM_TOKENS = 32
 
@@ -70,3 +72,15 @@ def test_an_answer_may_begin_with_the_first_token_or_end_with_the_end():
     head = build_head(MedusaConfig(num_heads=2), target).eval()
     text = rank_rows(head, target, [Row("text", [5, 6, 7, 8], [True] * 4)])[0]
     assert text.ranks.shape == (3, 2)
+
+
+def test_answers_that_the_target_would_not_have_written_are_warned_of():
+    target = tiny.target()
+    questions = torch.randint(0, 256, (6, 5), generator=torch.Generator().manual_seed(1))
+    generate: Any = target.model.generate
+    texts = generate(questions, max_new_tokens=12, do_sample=False, attention_mask=questions >= 0).tolist()
+    own = RowStore([Row(f"own-{n}", ids, [place >= 5 for place in range(len(ids))]) for n, ids in enumerate(texts)])
+    recipe = cases.recipe()
+    assert foreign_answers(target, own, recipe) is None
+    warning = foreign_answers(target, cases.random_rows(6), recipe)
+    assert warning is not None and "headstart data distill" in warning
