@@ -46,7 +46,8 @@ class Request:
     max_new_tokens: int
     settings: SamplingSettings = SamplingSettings()
     stop: tuple[str, ...] = ()
-    """The answer ends with the first token that completes one of these strings (the string stays in the answer)."""
+    """The answer ends with the first token that completes one of these strings (the string stays in the answer). Only
+    the answer's own text counts: a string that begins in the prompt does not end it, as it would in transformers."""
     ignore_end: bool = False
     """Go on through end tokens up to the length limit: for timing at equal lengths."""
     request_id: Any = None
