@@ -51,6 +51,8 @@ class Prepared:
             f"training: {len(self.train)} rows, {tokens} tokens; "
             f"held out: {len(self.held_out)} rows, {held_out_tokens} tokens"
         )
+        if not len(self.held_out):
+            lines.append("warning: nothing is held out, because all rows have one prompt; name held-out sources")
         return "\n".join(lines)
 
 

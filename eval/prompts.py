@@ -68,7 +68,10 @@ def load_questions(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Q
     """
     sources = recipe.eval.prompts or recipe.data.held_out.sources
     if not sources:
-        return [_from_row(row) for row in prepare(recipe, tokenizer).held_out]
+        rows = prepare(recipe, tokenizer).held_out
+        if not len(rows):
+            raise DataError("the recipe holds out no rows to ask; name prompts with --bench, or data.held_out.sources")
+        return [_from_row(row) for row in rows]
     questions: list[Question] = []
     for source in sources:
         reports: dict[str, SkipReport] = {}

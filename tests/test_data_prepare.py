@@ -231,3 +231,10 @@ def test_the_bundled_tokenizer_and_recipe_prepare(tmp_path, capsys):
     prepared = run(recipe(path, target="bundled:smollm2-135m"), show=1)
     assert isinstance(prepared, Prepared)
     assert "[[answer" in capsys.readouterr().out
+
+
+def test_one_prompt_alone_leaves_nothing_to_hold_out_and_that_is_said(tmp_path):
+    one = prepare(recipe(write_chats(tmp_path / "one.jsonl", ("q", "a"), ("q", "b"))), tiny.tokenizer())
+    assert len(one.held_out) == 0 and "warning: nothing is held out" in one.summary()
+    two = prepare(recipe(write_chats(tmp_path / "two.jsonl", ("q", "a"), ("r", "b"))), tiny.tokenizer())
+    assert len(two.held_out) == 1 and "warning" not in two.summary()

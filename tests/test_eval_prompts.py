@@ -142,3 +142,11 @@ def test_choice_is_balanced_and_never_more_than_there_are():
 def test_a_file_without_prompts_is_refused(tmp_path):
     with pytest.raises(DataError, match="gives no prompt"):
         from_file(write(tmp_path / "bad.jsonl", {"nothing": 1}))
+
+
+def test_a_recipe_that_holds_nothing_out_gives_no_questions(tmp_path):
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    write(tmp_path / "one.jsonl", {"messages": chat})
+    source = f"data.train=[{{source: '{tmp_path / 'one.jsonl'}'}}]"
+    with pytest.raises(DataError, match="holds out no rows to ask"):
+        load_questions(recipe("eval.prompts=[]", "data.held_out={fraction: 0.5}", source), tiny.tokenizer())

@@ -68,6 +68,12 @@ def test_a_name_that_yaml_would_read_as_something_else_is_a_name(name):
     assert preparation.read_recipe(options, "medusa")[0].name == name
 
 
+def test_a_resume_without_a_run_is_told(tmp_path, capsys):
+    options = preparation.parse_arguments("", ["--recipe", FAST, "--resume", "--output", str(tmp_path)])
+    preparation.run_path(load_recipe(FAST), options)
+    assert "there is no run" in capsys.readouterr().err
+
+
 def test_a_place_where_no_folder_can_be_made_is_one_sentence(capsys):
     with pytest.raises(SystemExit) as stopped, preparation.user_errors():
         raise NotADirectoryError(errno.ENOTDIR, "Not a directory", "notes.txt/quickstart")

@@ -115,7 +115,8 @@ def on_main(accelerator: Accelerator, work: Callable[[], Any]) -> Any:
 def run_path(recipe: Recipe, arguments: argparse.Namespace) -> Path:
     """Where the run goes; refused at once if a run is there and --resume was not given."""
     path = Path(arguments.output) / recipe.name
-    refuse_existing(path, arguments.resume)
+    if not refuse_existing(path, arguments.resume) and arguments.resume and int(os.environ.get("RANK", 0)) == 0:
+        print(f"warning: there is no run {path} to go on with; it starts from the first step", file=sys.stderr)
     return path
 
 
