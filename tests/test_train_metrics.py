@@ -103,7 +103,6 @@ def test_a_tracker_that_is_not_installed_never_stops_a_run(tmp_path, monkeypatch
 
 def test_wandb_offline(tmp_path, monkeypatch):
     """The real package, resumed: both launches write a run of the same id under the run folder."""
-    pytest.importorskip("wandb")
     for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONFIG_DIR": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     recipe = cases.recipe(*TRACKED)

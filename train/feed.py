@@ -10,6 +10,22 @@ from headstart.recipe import Recipe
 from headstart.train.checkpoint import Progress
 
 
+def plan_batches(
+    rows: Sequence[Row], recipe: Recipe, *, epoch: int = 0, rank: int = 0, world_size: int = 1
+) -> list[list[list[int]]]:
+    """The batches that a recipe makes of these rows: batch -> sequence -> row number; see `data.packing.batches`."""
+    return batches(
+        rows,
+        batch_size=recipe.train.batch_size,
+        max_length=recipe.data.max_length,
+        packing=recipe.data.packing,
+        seed=recipe.seed,
+        epoch=epoch,
+        rank=rank,
+        world_size=world_size,
+    )
+
+
 class Feed:
     """The micro-batches of one rank, in an order that follows from the seed and the epoch alone."""
 
@@ -19,17 +35,8 @@ class Feed:
 
     def plan(self, epoch: int, rank: int | None = None) -> list[list[list[int]]]:
         """Batch -> sequence -> row number, for one rank (None: this one); equally many batches on every rank."""
-        data = self.recipe.data
-        return batches(
-            self.rows,
-            batch_size=self.recipe.train.batch_size,
-            max_length=data.max_length,
-            packing=data.packing,
-            seed=self.recipe.seed,
-            epoch=epoch,
-            rank=self.rank if rank is None else rank,
-            world_size=self.world_size,
-        )
+        rank = self.rank if rank is None else rank
+        return plan_batches(self.rows, self.recipe, epoch=epoch, rank=rank, world_size=self.world_size)
 
     def next_step(self, progress: Progress) -> list[TokenBatch]:
         """The micro-batches of the step after `progress`, which is moved on; fewer where an epoch ends."""

@@ -9,10 +9,11 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from headstart.data.packing import batches, collate
+from headstart.data.packing import collate
 from headstart.data.rendering import Row
 from headstart.heads.base import NUM_RANKS
 from headstart.recipe import Recipe
+from headstart.train.feed import plan_batches
 from headstart.train.random_state import unmoved_random_state
 from headstart.train.stepping import Totals, refuse_broken_loss
 
@@ -28,16 +29,7 @@ def evaluate(
     """
     if not len(rows):
         return None
-    plan = batches(
-        rows,
-        batch_size=recipe.train.batch_size,
-        max_length=recipe.data.max_length,
-        packing=recipe.data.packing,
-        seed=recipe.seed,
-        epoch=0,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-    )
+    plan = plan_batches(rows, recipe, rank=accelerator.process_index, world_size=accelerator.num_processes)
     totals = None
     module.eval()
     try:

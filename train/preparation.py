@@ -16,12 +16,13 @@ from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_lis
 from torch import nn
 
 from headstart.data.agreement import agreement
-from headstart.data.packing import RowStore, batches, collate
+from headstart.data.packing import RowStore, collate
 from headstart.data.prepare import Prepared
 from headstart.errors import HeadstartError, RecipeError, TrainingError, disk_fault
 from headstart.heads.vocab import DraftVocab
 from headstart.recipe import Recipe, load_recipe, quoted, refuse_unbuilt, smoke
 from headstart.target import Target
+from headstart.train.feed import plan_batches
 from headstart.train.loop import Training
 from headstart.train.run_folder import RunFolder, open_run, refuse_existing
 
@@ -158,14 +159,7 @@ def coverage(vocab: DraftVocab, data: Prepared, target: Target) -> str:
 
 def foreign_answers(target: Target, rows: RowStore, recipe: Recipe) -> str | None:
     """A warning where the target itself would have written something else than the data say."""
-    plan = batches(
-        rows,
-        batch_size=recipe.train.batch_size,
-        max_length=recipe.data.max_length,
-        packing=recipe.data.packing,
-        seed=recipe.seed,
-        epoch=0,
-    )
+    plan = plan_batches(rows, recipe)
     return agreement(target, (collate(rows, batch) for batch in plan), max_tokens=LABELS_LOOKED_AT).warning()
 
 
