@@ -32,7 +32,8 @@ def tree_attention(
 ) -> tuple[Float[Tensor, "batch queries heads value_dim"], None]:
     """Attention under an explicit mask; without one it is causal, the last query seeing the last key.
 
-    `softcap` (Gemma 2) bounds the scores by softcap * tanh(scores / softcap) before the mask.
+    A mask that is one number along the keys (an expanded tensor) changes no softmax and is left out. `softcap` (of
+    Gemma 2) bounds the scores by softcap * tanh(scores / softcap) before the mask.
     """
     batch, heads, queries, dim = query.shape
     kv_heads, keys = key.shape[1], key.shape[2]
@@ -42,7 +43,7 @@ def tree_attention(
     if mask is None and queries > 1:
         mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)[None, None]
     if mask is not None:
-        mask = mask[..., :keys].repeat(1, 1, groups, 1)
+        mask = None if mask.stride(-1) == 0 else _folded(mask, groups)[..., :keys]
     if softcap is None:
         out = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
     else:
@@ -53,6 +54,20 @@ def tree_attention(
         weights = F.dropout(scores.to(wide).softmax(-1).to(query.dtype), dropout, training=module.training)
         out = weights @ value
     return out.reshape(batch, heads, queries, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+def _folded(
+    mask: Float[Tensor, "batch 1 queries keys"] | Bool[Tensor, "batch 1 queries keys"], groups: int
+) -> Float[Tensor, "batch 1 rows keys"] | Bool[Tensor, "batch 1 rows keys"]:
+    """The mask once per query head of a group; all layers of a forward get the same mask, so it remembers this."""
+    if groups == 1:
+        return mask
+    known: dict[int, Tensor] | None = getattr(mask, "folded", None)
+    if known is None:
+        known = mask.folded = {}  # pyright: ignore[reportAttributeAccessIssue]  (tensors take attributes)
+    if groups not in known:
+        known[groups] = mask.repeat(1, 1, groups, 1)
+    return known[groups]
 
 
 AttentionInterface.register(IMPLEMENTATION, tree_attention)

@@ -1,40 +1,51 @@
-"""Faster linear layers for decoding in bf16 on a CPU: weights reordered once into the layout that oneDNN computes in.
+"""Faster linear layers for decoding on a CPU: weights reordered once into the layout that oneDNN computes in.
 
-A plain `nn.Linear` reorders its weight on every call, which for a few rows costs as much as the product itself. The
-prepacked copy serves any number of rows, and layers that read the same tensor (queries, keys and values; the two inner
-projections of an MLP) are one product. Each layer and then the whole model is compared with the plain one on the spot;
-where prepacking is absent, wrong or no faster, the plain layers stay, with one warning.
+A plain `nn.Linear` reorders its weight on every call, or takes a kernel for single rows that gives way to a slower one
+for a few. The prepacked copy serves any number of rows, and layers that read the same tensor (queries, keys and values;
+the two inner projections of an MLP) are one product.
 """
 
 from __future__ import annotations
 
 import time
-import warnings
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import psutil
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
+from headstart.decode.swapped import Swapped
 from headstart.target import Target
 
 ROWS_HINT = 8
 """Rows that the layout is chosen for; measured to be as good for 1 to 64."""
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers of one module that may read the same tensor, by transformers' names; whether they do is seen at each call."""
-LARGEST_ERROR = 0.06
-"""Mean change of the logits, in their standard deviations, that is taken for bf16 rounding (as in the self-check)."""
 
 
-class PackedLinear(nn.Module):
-    """An inference-only linear layer over a prepacked bf16 weight. The plain weight stays, for who reads it."""
+class LeanLinear(Swapped):
+    """The plain product, called without the ceremony of `nn.Linear`: for where prepacking is absent or no faster."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._product = _Product([linear])
+        self._linear = [linear]  # in a list: no submodule, whose parameters would have a second name
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return functional.linear(hidden, self.weight, self.bias)
+
+    def plain(self) -> nn.Linear:
+        return self._linear[0]
+
+
+class PackedLinear(LeanLinear):
+    """A linear layer over a prepacked weight. The plain weight stays, for who reads it."""
+
+    def __init__(self, linear: nn.Linear, product: _Product | None = None):
+        super().__init__(linear)
+        self._product = product or _Product([linear])
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self._product(hidden)
@@ -44,10 +55,8 @@ class SiblingLinear(PackedLinear):
     """One of several layers that share a product: the first to be called computes it, the others take their part."""
 
     def __init__(self, linear: nn.Linear, product: _Product, index: int):
-        nn.Module.__init__(self)
-        self.weight, self.bias = linear.weight, linear.bias
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._product, self.index = product, index
+        super().__init__(linear, product)
+        self.index = index
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self._product.part(hidden, self.index)
@@ -79,66 +88,20 @@ class _Product:
         return part
 
 
-def prepack(target: Target) -> bool:
-    """Swaps the target's linear layers for prepacked ones where that pays: bf16 on CPU. True if it did.
+def plain_linears(target: Target) -> dict[str, nn.Linear]:
+    """The linear layers of the model that nothing stands in for, by name."""
+    return {name: module for name, module in target.model.named_modules() if type(module) is nn.Linear}
 
-    Only for decoding: gradients do not flow through the packed layers.
+
+def packed_linears(linears: Mapping[str, nn.Linear]) -> dict[str, PackedLinear]:
+    """A prepacked layer for each of the model's linear layers, by their full names.
+
+    Empty where their copy of the weights would take more than half of the free memory. Raises RuntimeError or
+    AttributeError where this processor or build of PyTorch has no such kernels.
     """
-    if torch.device(target.device).type != "cpu" or target.dtype != torch.bfloat16:
-        return False
-    if target.prepacked:
-        return True
-    linears = {
-        name: module
-        for name, module in target.model.named_modules()
-        if type(module) is nn.Linear and not module.training
-    }
-    examples = {(linear.in_features, linear.out_features): linear for linear in linears.values()}
-    try:
-        gain = [_gain(linear) for linear in examples.values()]
-    except (AttributeError, RuntimeError, NotImplementedError) as error:
-        warnings.warn(
-            f"prepacked linear layers are not available ({error}); decoding uses the plain ones", stacklevel=2
-        )
-        return False
-    if not gain or sum(gain) / len(gain) < 1.0:
-        return False
-    before = _few_logits(target)
-    for name, layer in _packed_layers(linears).items():
-        _put(target, name, layer)
-    changed = (_few_logits(target) - before).abs().mean() / before.std().clamp(min=1e-12)
-    if not changed <= LARGEST_ERROR:
-        for name, linear in linears.items():
-            _put(target, name, linear)
-        warnings.warn(
-            f"prepacked layers changed the logits by {changed:.2g}; decoding uses the plain ones", stacklevel=2
-        )
-        return False
-    target.prepacked = True
-    return True
-
-
-@torch.no_grad()
-def seconds_by_dtype(target: Target, rows: int = 8, repeats: int = 10) -> dict[torch.dtype, float]:
-    """Seconds that all linear layers of one forward of `rows` tokens take: as they stand, and in float32.
-
-    One layer of each shape is timed. Tells which dtype to decode in: without matrix instructions for bf16, a CPU may
-    well be faster in float32, although it reads twice the bytes.
-    """
-    layers = [layer for layer in target.model.modules() if isinstance(layer, nn.Linear | PackedLinear)]
-    counts = Counter((layer.in_features, layer.out_features) for layer in layers)
-    examples = {(layer.in_features, layer.out_features): layer for layer in layers}
-    seconds = {target.dtype: 0.0, torch.float32: 0.0}
-    for shape, layer in examples.items():
-        wide = nn.Linear(*shape, bias=False, device="meta")
-        wide.weight = nn.Parameter(layer.weight.detach().float(), requires_grad=False)
-        for dtype, module in ((target.dtype, layer), (torch.float32, wide)):
-            hidden = torch.linspace(-1, 1, rows * shape[0]).reshape(rows, -1).to(dtype)
-            seconds[dtype] += counts[shape] * _best_seconds(module, hidden, repeats)
-    return seconds
-
-
-def _packed_layers(linears: dict[str, nn.Linear]) -> dict[str, PackedLinear]:
+    copied = sum(linear.weight.numel() * linear.weight.element_size() for linear in linears.values())
+    if copied > psutil.virtual_memory().available / 2:
+        return {}
     layers: dict[str, PackedLinear] = {}
     for name in linears:
         parent, dot, own = name.rpartition(".")
@@ -157,39 +120,22 @@ def _packed_layers(linears: dict[str, nn.Linear]) -> dict[str, PackedLinear]:
     return layers
 
 
-def _put(target: Target, name: str, layer: nn.Module) -> None:
-    parent, _, own = name.rpartition(".")
-    setattr(target.model.get_submodule(parent), own, layer)
-
-
 @torch.no_grad()
-def _few_logits(target: Target) -> Tensor:
-    """Logits of eight fixed tokens."""
-    vocab = min(target.vocab_size, target.embedding.vocab_size)
-    ids = torch.tensor([[(7 + 31 * index) % vocab for index in range(8)]])
-    return target.model(ids, use_cache=False).logits.float()
+def pass_seconds(
+    arms: Mapping[str, Sequence[LeanLinear]], rows: int, dtype: torch.dtype, repeats: int = 3
+) -> dict[str, float]:
+    """Seconds that each arm's linear layers take for `rows` tokens, all layers one after another.
 
-
-@torch.no_grad()
-def _gain(linear: nn.Linear, repeats: int = 20) -> float:
-    """Plain seconds / packed seconds at 1 and 8 rows; RuntimeError where the two differ by more than rounding."""
-    packed = PackedLinear(linear)
-    plain_seconds = packed_seconds = 0.0
-    for rows in (1, 8):
-        hidden = torch.linspace(-1, 1, rows * linear.in_features).reshape(rows, -1).to(linear.weight.dtype)
-        exact = F.linear(hidden.float(), linear.weight.float(), None if linear.bias is None else linear.bias.float())
-        error = (packed(hidden).float() - exact).abs().max()
-        if not error <= 0.02 * exact.abs().max() + 1e-6:
-            raise RuntimeError(f"a prepacked layer was off by {error:.3g}")
-        plain_seconds += _best_seconds(linear, hidden, repeats)
-        packed_seconds += _best_seconds(packed, hidden, repeats)
-    return plain_seconds / packed_seconds
-
-
-def _best_seconds(layer: nn.Module, hidden: Tensor, repeats: int) -> float:
-    best = float("inf")
+    A pass goes through all weights, as a forward does: one layer alone would find its weight in the processor's cache.
+    The arms take turns, and the fastest of `repeats` passes counts.
+    """
+    widths = {layer.in_features for layers in arms.values() for layer in layers}
+    inputs = {width: torch.linspace(-1, 1, rows * width).reshape(rows, width).to(dtype) for width in widths}
+    best = dict.fromkeys(arms, float("inf"))
     for _ in range(repeats):
-        started = time.perf_counter()
-        layer(hidden)
-        best = min(best, time.perf_counter() - started)
+        for name, layers in arms.items():
+            started = time.perf_counter()
+            for layer in layers:
+                layer(inputs[layer.in_features])
+            best[name] = min(best[name], time.perf_counter() - started)
     return best

@@ -9,9 +9,9 @@ import sys
 import time
 from collections.abc import Iterator
 
+from headstart.decode.decode_copy import make_faster
 from headstart.decode.drafters.base import Request
 from headstart.decode.engine import Engine, Generation
-from headstart.decode.prepack import prepack
 from headstart.decode.sampling import SamplingSettings
 from headstart.errors import DataError
 from headstart.eval.acceptance import count_steps
@@ -36,7 +36,7 @@ def run(
     settings = SamplingSettings(temperature=temperature, seed=seed)
     trained = open_trained(head, target, device=device, dtype=dtype)
     plan = plan_drafter("head", trained.head, trained.recipe.eval.tree, allow_other_target)
-    prepack(trained.target)
+    make_faster(trained.target)
     engine = Engine(trained.target, plan.make(trained.target), budget=plan.budget)
     request = Request(
         prompt_ids=trained.renderer.prompt([{"role": "user", "content": prompt}]),

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from headstart.decode.attention import prefill_mask
 from headstart.decode.cache import KVCache
+from headstart.decode.decode_copy import untouched
 from headstart.decode.drafters.base import Drafter, Request
 from headstart.decode.engine import Engine
-from headstart.eval.copies import untouched
 from headstart.eval.intervals import more_often
 from headstart.target import Target
 
@@ -171,7 +171,7 @@ def check_half_precision(
     drafted: Sequence[Text],
     control: Sequence[Text],
 ) -> HalfPrecision:
-    """Judges drafted texts of a half-precision target. wide: the same weights in float32 (`copies.in_float32`)."""
+    """Judges drafted texts of a half-precision target. wide: the same weights in float32 (`decode_copy.in_float32`)."""
     reference = untouched(wide)
     errors, gaps = [], []
     for prompt, text in zip(prompts, drafted, strict=True):

@@ -18,12 +18,11 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from headstart.data.progress import Progress
+from headstart.decode.decode_copy import in_float32, make_faster
 from headstart.decode.drafters.base import NoDraft
-from headstart.decode.prepack import prepack
 from headstart.decode.sampling import SamplingSettings
 from headstart.errors import DataError, refuse_unwritable
 from headstart.eval import identity
-from headstart.eval.copies import in_float32
 from headstart.eval.drafters import DrafterPlan, plan_drafter
 from headstart.eval.prompts import Question, choose, load_questions
 from headstart.eval.report import build_report, lead, line, write_report
@@ -76,7 +75,7 @@ def measure(trained: Trained, plans: Sequence[DrafterPlan]) -> Report:
     """The report of the first plan (of plain decoding alone, if there is none) at the first temperature; the other
     drafters and temperatures are rows in its details."""
     recipe, target = trained.recipe, trained.target
-    prepack(target)
+    make_faster(target)
     contenders = {plan.name: Contender(plan.make(target), plan.budget) for plan in plans}
     questions = choose(load_questions(recipe, target.tokenizer), recipe.eval.num_prompts)
     temperatures = [float(temperature) for temperature in recipe.eval.temperature]
@@ -211,7 +210,7 @@ def _environment(target: Target) -> dict[str, Any]:
         "target": _without_path(target.name),
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": facts["device"] if on_first_device else str(target.device),
-        "prepacked": bool(getattr(target, "prepacked", False)),
+        "faster_modules": sorted(target.swapped),
         **kept,
     }
 

@@ -9,8 +9,8 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation import BaseStreamer
 
+from headstart.decode.decode_copy import untouched
 from headstart.decode.drafters.base import Request
-from headstart.eval.copies import untouched
 from headstart.target import Target
 
 

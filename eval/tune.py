@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from headstart.data.prepare import prepare
-from headstart.decode.cost import CostCurve, Forecast, best_size, grow_tree, measure_costs, tune
+from headstart.decode.cost import SIZES, CostCurve, Forecast, best_size, grow_tree, measure_costs, tune
+from headstart.decode.decode_copy import linear_seconds, make_faster
 from headstart.decode.forecast import measure_drafting, rank_rows
-from headstart.decode.prepack import prepack, seconds_by_dtype
 from headstart.errors import DataError, refuse_unwritable
 from headstart.eval.drafters import TREES
 from headstart.eval.trained import open_trained
@@ -31,6 +31,8 @@ from headstart.target import Target
 
 NUM_ANSWERS = 96
 """Held-out answers that trees are grown on, at most."""
+LARGEST_COMPARED = max(size for size in SIZES if size <= 16)
+"""Nodes up to which dtypes are compared: larger trees do not pay on a CPU."""
 
 
 def run(
@@ -41,7 +43,7 @@ def run(
     target = trained.target
     assert trained.head is not None
     refuse_unwritable(trained.head)
-    prepack(target)
+    make_faster(target)
     medusa = load_head(trained.head, target)
     data = prepare(trained.recipe, target.tokenizer, vocab_size=target.vocab_size, max_positions=target.max_positions)
     answers = rank_rows(medusa, target, data.held_out[:NUM_ANSWERS])
@@ -56,21 +58,31 @@ def run(
     trees = as_json(forecasts, costs, draft_seconds, len(answers))
     _write(trained.head / TREES, trees)
     show(forecasts, costs, draft_seconds, Console())
-    if advice := dtype_advice(target):
+    if advice := dtype_advice(target, forecasts, costs, draft_seconds):
         print(advice)
     print(trained.head / TREES)
     return trees
 
 
-def dtype_advice(target: Target) -> str | None:
-    """A sentence where this CPU computes the target's linear layers faster in float32 than in its own dtype."""
-    if target.device.type != "cpu" or target.dtype not in (torch.bfloat16, torch.float16):
+def dtype_advice(target: Target, forecasts: dict[int, Forecast], costs: CostCurve, draft_seconds: float) -> str | None:
+    """A sentence where this CPU would decode faster in the other dtype, with the best tree of each; by the seconds that
+    the target's linear layers take in either."""
+    names = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+    if target.device.type != "cpu" or target.dtype not in names:
         return None
-    seconds = seconds_by_dtype(target)
-    ratio = seconds[target.dtype] / seconds[torch.float32]
-    if ratio < 1.1:
+    sizes = [size for size in forecasts if size <= LARGEST_COMPARED]
+    seconds = linear_seconds(target, tuple(sizes))
+    rates = {}
+    for dtype in names:
+        steps = {size: costs.at(size) + seconds[dtype][size] - seconds[target.dtype][size] for size in sizes}
+        rates[dtype] = max(
+            forecasts[size].acceptance_length / (steps[size] + (draft_seconds if size > 1 else 0)) for size in sizes
+        )
+    best = max(rates, key=lambda dtype: rates[dtype])
+    if rates[best] < 1.1 * rates[target.dtype]:
         return None
-    return f"this CPU computes the target's linear layers {ratio:.1f} times faster in float32: try --dtype float32"
+    times = rates[best] / rates[target.dtype]
+    return f"this CPU would decode {times:.1f} times faster in {names[best]}: try --dtype {names[best]}"
 
 
 def as_json(forecasts: dict[int, Forecast], costs: CostCurve, draft_seconds: float, num_answers: int) -> dict[str, Any]:

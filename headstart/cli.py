@@ -230,7 +230,7 @@ def _add_set(verb: argparse.ArgumentParser, example: str = "train.lr=2e-5") -> N
 
 def _add_device(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--device", help="cpu, cuda, cuda:1; default: the first GPU, or else the CPU")
-    verb.add_argument("--dtype", help="float32, bfloat16, ...; default: what the recipe says")
+    verb.add_argument("--dtype", help="auto, float32, bfloat16, ...; default: what the recipe says")
 
 
 def _add_other_target(verb: argparse.ArgumentParser) -> None:

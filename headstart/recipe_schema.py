@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, model_validator
 from headstart.heads.configs import Config, MedusaConfig, Number
 from headstart.recipe_yaml import YesOrNo, write_yaml
 
-Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 
 
 def _no_yes_or_no(value: Any) -> Any:
@@ -35,8 +35,9 @@ class TargetSection(Config):
     """Published configuration of the model as a JSON file, beside the recipe or in the packaged `recipes/`: what
     --smoke shrinks and what the real model is compared with."""
 
-    dtype: Dtype = "bfloat16"
-    """Precision of the target's weights, in training and in decoding."""
+    dtype: Dtype = "auto"
+    """Precision of the target's weights, in training and in decoding. auto: bfloat16 where the device has instructions
+    for it, else float32; a run's own recipe says which it was."""
 
     placement: Literal["replicate", "shard", "tensor_parallel"] = "replicate"
     """`replicate` keeps the whole target on every device; `shard` spreads it and gathers layer by layer, for targets
@@ -183,8 +184,8 @@ class TrainSection(Config):
     clip: Number | None = Field(default=0.5, gt=0)
     """Largest norm of the whole gradient; null: never clipped."""
 
-    dtype: Dtype = "bfloat16"
-    """Precision of the forward pass; the head's own weights and the optimiser stay in float32."""
+    dtype: Dtype = "auto"
+    """Precision of the forward pass, auto as for the target; the head's weights and the optimiser stay in float32."""
 
     eval_every: int | None = Field(default=500, ge=1)
     """Optimiser steps between two looks at the held-out conversations; null: at the end only."""

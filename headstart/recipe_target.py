@@ -6,10 +6,20 @@ import torch
 
 from headstart import bundled
 from headstart.architecture import random_target
-from headstart.loading import load_tokenizer, parse_device
+from headstart.loading import load_tokenizer, parse_device, parse_dtype
 from headstart.recipe import Recipe, architecture_path
 from headstart.recipe_smoke import RANDOM
 from headstart.target import Target, load_target
+
+
+def settle_dtypes(recipe: Recipe, device: torch.device) -> Recipe:
+    """The recipe with what `auto` means on this device in its place."""
+    sections = {}
+    for name in ("target", "train"):
+        section = getattr(recipe, name)
+        dtype = str(parse_dtype(section.dtype, device)).removeprefix("torch.")
+        sections[name] = section.model_copy(update={"dtype": dtype})
+    return recipe.model_copy(update=sections)
 
 
 def load_recipe_target(

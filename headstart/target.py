@@ -83,7 +83,7 @@ class Target:
         self.layer_windows: tuple[int | None, ...] = tuple(
             int(window) if kind == "sliding_attention" and window else None for kind in self._layer_kinds
         )
-        self.prepacked = False  # set where its linear layers were swapped for faster ones
+        self.swapped: frozenset[str] = frozenset()  # what decode/decode_copy.py replaced by faster modules
         self.checked = False  # set once decode/selfcheck.py has found it exact
         self._selects_states = "hidden_states" in (getattr(self.decoder, "_can_record_outputs", None) or {})
         self._parameters = inspect.signature(self.decoder.forward).parameters
@@ -107,7 +107,8 @@ class Target:
 
         allowed: which keys a query may see before any window. distance: the query's position minus the key's.
         A dict by kind of layer where kinds are mixed, a plain tensor otherwise. A query that may see no key at all sees
-        those at distance 0: a row of minus infinities would be NaN, and would spread through the cache.
+        those at distance 0: a row of minus infinities would be NaN, and would spread through the cache. Where all is
+        seen on a CPU, the mask is one zero expanded, which attention leaves out.
         """
         unknown = sorted(set(self._layer_kinds) - {"full_attention", "sliding_attention"})
         if unknown:
@@ -120,10 +121,7 @@ class Target:
         for kind, window in dict(zip(self._layer_kinds, self.layer_windows, strict=True)).items():
             seen = allowed if window is None else allowed & (distance < window)
             seen = seen | (~seen.any(-1, keepdim=True) & (distance == 0))
-            lowest = torch.finfo(self.dtype).min
-            masks[kind] = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device).masked_fill_(~seen, lowest)[
-                :, None
-            ]
+            masks[kind] = _additive(seen, self.dtype)[:, None]
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def forward(
@@ -165,6 +163,13 @@ class Target:
                 "be verified; use another target"
             )
         return {**values, "use_cache": cache is not None}
+
+
+def _additive(seen: Bool[Tensor, "batch query key"], dtype: torch.dtype) -> Float[Tensor, "batch query key"]:
+    """0 where a query sees a key, else the lowest number."""
+    if seen.device.type == "cpu" and bool(seen.all()):  # on a GPU the question would wait for the device
+        return torch.zeros(1, dtype=dtype).expand(seen.shape)
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
 
 
 class _TapHooks:
@@ -239,7 +244,7 @@ def _layer_kinds(config: transformers.PreTrainedConfig, num_layers: int) -> list
 def load_target(
     name: str,
     *,
-    dtype: str | torch.dtype = "bfloat16",
+    dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
     trust_remote_code: bool = False,
     revision: str | None = None,
@@ -247,12 +252,13 @@ def load_target(
 ) -> Target:
     """Loads a frozen target: a hub id, a folder, a GGUF file or bundled:smollm2-135m.
 
-    device: None is the first GPU, or else the CPU. architecture: a published config.json that it must agree with.
+    dtype: auto is bfloat16 where the device has instructions for it, else float32. device: None is the first GPU, or
+    else the CPU. architecture: a published config.json that it must agree with.
     Whatever goes wrong is one TargetError. The embedding and output head that heads borrow are checked against the
     model's own forward, which costs one forward of eight tokens.
     """
-    name, found_dtype = str(name), parse_dtype(dtype)
-    found_device = parse_device(device)
+    name, found_device = str(name), parse_device(device)
+    found_dtype = parse_dtype(dtype, found_device)
     remote = {"trust_remote_code": trust_remote_code, "revision": revision}
     tokenizer = load_tokenizer(name, **remote)
     target = Target(load_model(name, dtype=found_dtype, device=found_device, **remote), tokenizer, name=name)

@@ -15,9 +15,9 @@ from transformers import PreTrainedTokenizerBase
 from headstart.data import distill
 from headstart.data.distill import Answer, Generate, Question
 from headstart.data.sources import SkipReport
+from headstart.decode.decode_copy import make_faster
 from headstart.decode.drafters.base import NoDraft, Request
 from headstart.decode.engine import Engine, Generation
-from headstart.decode.prepack import prepack
 from headstart.decode.sampling import SamplingSettings
 from headstart.decode.selfcheck import check_target
 from headstart.errors import DataError
@@ -43,7 +43,7 @@ def run(
             f"{target.max_positions} positions of {target.name}; set it to {max(1, target.max_positions // 2)} or so"
         )
     check_target(target)
-    prepack(target)
+    make_faster(target)
     return distill.run(
         recipe,
         output,

@@ -8,9 +8,9 @@ import stubs
 import tiny
 import torch
 
+from headstart.decode.decode_copy import in_float32
 from headstart.decode.drafters.base import NoDraft, Request
 from headstart.decode.engine import Engine
-from headstart.eval.copies import in_float32
 from headstart.eval.identity import (
     LEVEL,
     as_dict,

@@ -9,10 +9,9 @@ import torch
 
 from headstart import bundled
 from headstart.data.rendering import ChatRenderer
+from headstart.decode.decode_copy import in_float32, make_faster
 from headstart.decode.drafters.base import NoDraft, Request
 from headstart.decode.engine import Engine
-from headstart.decode.prepack import prepack
-from headstart.eval.copies import in_float32
 from headstart.eval.identity import check_full_precision, check_half_precision, decode
 from headstart.eval.prompts import choose, load_questions
 from headstart.recipe import ChatSection, load_recipe
@@ -55,7 +54,7 @@ def test_float32(target, monkeypatch):
 def test_bfloat16(target, monkeypatch):
     wide = in_float32(target)
     prompts = prompts_of(target, 14)
-    prepack(target)
+    make_faster(target)
     plain = decode(target, NoDraft(), prompts, TOKENS, 1)
     control = decode(target, NoDraft(WIDTH), prompts, TOKENS, WIDTH)
     right = check_half_precision(target, wide, prompts, plain, drafted_texts(target, prompts, plain), control)

@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 
-from headstart.decode.cost import SIZES
+from headstart.decode.cost import SIZES, CostCurve, Forecast
 from headstart.decode.drafters.medusa import MedusaDrafter
 from headstart.errors import DataError
 from headstart.eval import tune
@@ -72,10 +72,25 @@ def test_too_few_held_out_answers_are_said(run_folder):
         tune.run(str(run_folder), overrides=["data.held_out={fraction: 0.0001}"])
 
 
-def test_a_cpu_that_is_faster_in_float32_is_told(monkeypatch):
-    target = tiny.target("llama", dtype=torch.bfloat16)
-    monkeypatch.setattr(tune, "seconds_by_dtype", lambda _: {torch.bfloat16: 3.0, torch.float32: 1.5})
-    assert "2.0 times faster in float32" in (tune.dtype_advice(target) or "")
-    monkeypatch.setattr(tune, "seconds_by_dtype", lambda _: {torch.bfloat16: 1.0, torch.float32: 1.5})
-    assert tune.dtype_advice(target) is None
-    assert tune.dtype_advice(tiny.target("llama", dtype=torch.float32)) is None
+@pytest.mark.parametrize(
+    ("dtype", "bfloat16", "float32", "told"),
+    [
+        (torch.bfloat16, {1: 0.02, 4: 0.08}, {1: 0.03, 4: 0.03}, "2.0 times faster in float32"),  # trees pay there only
+        (torch.bfloat16, {1: 0.02, 4: 0.08}, {1: 0.06, 4: 0.07}, None),
+        (torch.float32, {1: 0.02, 4: 0.02}, {1: 0.04, 4: 0.04}, "1.7 times faster in bfloat16"),
+    ],
+)
+def test_the_dtype_with_more_tokens_per_second_is_told(monkeypatch, dtype, bfloat16, float32, told):
+    own = bfloat16 if dtype == torch.bfloat16 else float32
+    costs = CostCurve(
+        seconds={size: own[size] + 0.01 for size in own}, context_length=1, rows=1, device="cpu", dtype="x"
+    )
+    forecasts = {
+        1: Forecast(paths=[], acceptance_length=1.0, speedup=1.0),
+        4: Forecast(paths=[], acceptance_length=2.65, speedup=1.0),
+    }
+    monkeypatch.setattr(
+        tune, "linear_seconds", lambda target, widths: {torch.bfloat16: bfloat16, torch.float32: float32}
+    )
+    advice = tune.dtype_advice(tiny.target("llama", dtype=dtype), forecasts, costs, 0.0)
+    assert advice is None if told is None else told in (advice or "")

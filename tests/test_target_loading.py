@@ -10,7 +10,10 @@ import tiny
 import torch
 from safetensors.torch import load_file, save_file
 
+from headstart import loading
 from headstart.errors import TargetError
+from headstart.recipe import load_recipe
+from headstart.recipe_target import settle_dtypes
 from headstart.target import load_target, load_tokenizer
 
 
@@ -132,3 +135,13 @@ def test_an_unknown_precision_is_refused(tmp_path):
 def test_a_device_that_is_not_here_is_one_sentence(tmp_path, device):
     with pytest.raises(TargetError, match=f"device '?{device}'? (is unknown; expected cpu|was asked for, and PyTorch)"):
         load(tmp_path, device=device)
+
+
+def test_auto_is_bfloat16_only_where_the_processor_computes_in_it(monkeypatch):
+    place = torch.device("cpu")
+    for has_instructions, expected in [(True, torch.bfloat16), (False, torch.float32)]:
+        monkeypatch.setattr(loading, "_computes_bfloat16", lambda device, has=has_instructions: has)
+        assert loading.parse_dtype("auto", place) == expected
+        assert loading.parse_dtype("float64", place) == torch.float64
+        settled = settle_dtypes(load_recipe("quickstart.yaml", ["train.dtype=float32"]), place)
+        assert settled.target.dtype == str(expected).removeprefix("torch.") and settled.train.dtype == "float32"

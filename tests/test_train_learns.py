@@ -12,11 +12,12 @@ import train_cases as cases
 
 from headstart.data.packing import RowStore
 from headstart.data.rendering import Row
+from headstart.decode.decode_copy import shared_copy
 from headstart.decode.forecast import rank_rows
 from headstart.heads.configs import MedusaConfig
 from headstart.heads.store import build_head, load_head
 from headstart.train import forecasting
-from headstart.train.forecasting import Forecaster, decode_copy
+from headstart.train.forecasting import Forecaster
 from headstart.train.metrics import read_metrics
 from headstart.train.preparation import foreign_answers
 
@@ -60,9 +61,9 @@ def test_a_forecast_leaves_target_and_head_as_they_are():
     head = build_head(MedusaConfig(num_heads=2), target).train()
     forecast = Forecaster(target, cases.random_rows(3))(head)
     assert forecast.chain >= 1 and forecast.speedup >= 1
-    assert target.model.config._attn_implementation == before and not getattr(target, "prepacked", False)
+    assert target.model.config._attn_implementation == before and not target.swapped
     assert head.training and head.blocks[0].weight.dtype == torch.float32
-    twin = decode_copy(target)
+    twin = shared_copy(target)
     assert twin.model is not target.model
     assert twin.model.get_input_embeddings().weight is target.model.get_input_embeddings().weight
 

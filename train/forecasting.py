@@ -7,7 +7,6 @@ vary from launch to launch as clocks do; nothing that training does depends on t
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,8 @@ import torch
 
 from headstart.data.rendering import Row
 from headstart.decode.cost import SIZES, CostCurve, best_size, grow_tree, mean_tokens, measure_costs, replay, tune
+from headstart.decode.decode_copy import make_faster, shared_copy
 from headstart.decode.forecast import measure_drafting, rank_rows
-from headstart.decode.prepack import prepack
 from headstart.heads.medusa import MedusaHead
 from headstart.target import Target
 
@@ -64,7 +63,8 @@ class Forecaster:
         answers = rank_rows(head, self.target, self.rows)
         sizes = CPU_SIZES if self.target.device.type == "cpu" else SIZES
         if self._costs is None:
-            decoder = decode_copy(self.target)
+            decoder = shared_copy(self.target)
+            make_faster(decoder)
             curve = measure_costs(decoder, widths=sizes, repeats=REPEATS)
             self._costs = curve, measure_drafting(head, decoder, grow_tree(answers, 8))
         forecasts = tune(answers, *self._costs, sizes)
@@ -76,11 +76,3 @@ class Forecaster:
             speedup=forecasts[nodes].speedup,
             nodes=nodes,
         )
-
-
-def decode_copy(target: Target) -> Target:
-    """A target of its own over the same weights, with the linear layers that decoding would use."""
-    shared: dict[int, Any] = {id(tensor): tensor for tensor in [*target.model.parameters(), *target.model.buffers()]}
-    copied = Target(copy.deepcopy(target.model, shared), target.tokenizer, name=target.name)
-    prepack(copied)
-    return copied

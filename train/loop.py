@@ -54,7 +54,7 @@ class Training:
         self.target, self.head, self.held_out = target, head, held_out
         seed_everything(recipe.seed, accelerator.process_index)
         self.memory = remember(recipe, target, head)
-        module = TrainModule(target, head, parse_dtype(recipe.train.dtype), self.memory).train()
+        module = TrainModule(target, head, parse_dtype(recipe.train.dtype, accelerator.device), self.memory).train()
         self.module, self.optimizer = accelerator.prepare(module, make_optimizer(recipe, head))
         self.feed = Feed(rows, recipe, rank=accelerator.process_index, world_size=accelerator.num_processes)
         self.forecaster = Forecaster(target, held_out) if len(held_out) else None

@@ -21,6 +21,7 @@ from headstart.data.prepare import Prepared
 from headstart.errors import HeadstartError, RecipeError, TrainingError, disk_fault
 from headstart.heads.vocab import DraftVocab
 from headstart.recipe import Recipe, load_recipe, quoted, refuse_unbuilt, smoke
+from headstart.recipe_target import settle_dtypes
 from headstart.target import Target
 from headstart.train.feed import plan_batches
 from headstart.train.loop import Training
@@ -125,6 +126,7 @@ def take_folder(
     path: Path, recipe: Recipe, arguments: argparse.Namespace, accelerator: Accelerator
 ) -> tuple[RunFolder, Recipe]:
     """The run folder and the recipe to train, the same on every rank; made only now that everything has been loaded."""
+    recipe = settle_dtypes(recipe, accelerator.device)
     return on_main(accelerator, lambda: open_run(path, recipe, resume=arguments.resume, command=sys.argv))
 
 
