@@ -66,7 +66,6 @@ _UNBUILT = {
     ("target", "placement"): {"shard", "tensor_parallel"},
     ("target", "quantization"): {"int8", "int4"},
     ("data", "features"): {"offline", "hybrid"},
-    ("train", "optimizer"): {"muon"},
     ("logging", "trackers"): {"tensorboard", "trackio"},
 }
 

@@ -156,7 +156,8 @@ class TrainSection(Config):
     `max_steps`, which the schedule, the stop and a resumed run use."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """What turns gradients into steps."""
+    """What turns gradients into steps. `muon` orthogonalises the update of every matrix and leaves output rows, gains
+    and biases to AdamW: it learns more from a token, and costs much more a step where batches are small."""
 
     lr: Number = Field(default=1e-3, gt=0)
     """Highest learning rate. Heads are small and start as the identity: they bear far more than the target would."""

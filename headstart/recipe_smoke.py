@@ -40,7 +40,6 @@ _REPLACED = {
     "target.trust_remote_code": False,
     "data.features": "online",
     "train.cpu_seconds": None,
-    "train.optimizer": "adamw",
     "train.dtype": "float32",
     "train.world_size": "any",
     "logging.trackers": [],

@@ -12,9 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from accelerate import Accelerator
-from torch import nn
 
 from headstart.data.rendering import Row
 from headstart.heads.medusa import MedusaHead
@@ -31,6 +29,7 @@ from headstart.train.forecasting import Forecaster
 from headstart.train.held_out import evaluate, report, shares
 from headstart.train.lr_schedule import Schedule
 from headstart.train.metrics import Metrics
+from headstart.train.optimisers import make_optimizer
 from headstart.train.progress_line import Meter
 from headstart.train.random_state import seed_everything, unmoved_random_state
 from headstart.train.run_folder import RunFolder, training_hash, with_steps
@@ -55,7 +54,7 @@ class Training:
         seed_everything(recipe.seed, accelerator.process_index)
         self.memory = remember(recipe, target, head)
         module = TrainModule(target, head, parse_dtype(recipe.train.dtype), self.memory).train()
-        self.module, self.optimizer = accelerator.prepare(module, make_optimizer(recipe, head))
+        self.module, self.optimizer = accelerator.prepare(module, make_optimizer(recipe.train, head))
         self.feed = Feed(rows, recipe, rank=accelerator.process_index, world_size=accelerator.num_processes)
         self.forecaster = Forecaster(target, held_out) if len(held_out) else None
         self.progress = Progress()
@@ -133,7 +132,8 @@ class Training:
         total = total or self.feed.num_steps(train.epochs)
         return Schedule.of(train.schedule, train.lr, train.warmup, total)
 
-    def _new_trial(self) -> Callable[[], object]:
+    def _new_trial(self, share: float) -> Callable[[], object]:
+        """A function that takes steps from the first of all on, each as when the training is `share` over."""
         trial, flat = Progress(), Schedule("constant", self.recipe.train.lr, 0, 1)
         return lambda: self.step(trial, flat)
 
@@ -238,16 +238,6 @@ def remember(recipe: Recipe, target: Target, head: MedusaHead) -> FeatureMemory 
     """The memory for the target's states that the recipe asks for."""
     size = int(recipe.train.feature_memory * 2**30)
     return FeatureMemory(target, head.wants, size) if size else None
-
-
-def make_optimizer(recipe: Recipe, head: nn.Module) -> torch.optim.Optimizer:
-    """The optimiser that the recipe names, over the head's parameters alone; only matrices are decayed."""
-    train = recipe.train
-    biases = [parameter for name, parameter in head.named_parameters() if name.endswith("bias")]
-    matrices = [parameter for name, parameter in head.named_parameters() if not name.endswith("bias")]
-    groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": biases, "weight_decay": 0.0}]
-    # 0.95, as the published heads have it: runs are short, and gradients shrink a lot in their first steps
-    return {"adamw": torch.optim.AdamW}[train.optimizer](groups, lr=train.lr, betas=(0.9, 0.95))
 
 
 def due(step: int, every: int | None) -> bool:
