@@ -23,7 +23,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headstart.errors import HeadError
-from headstart.heads.configs import HEADS, MedusaConfig
+from headstart.heads.base import Head
+from headstart.heads.configs import HEADS, Eagle3Config, HeadConfig, MedusaConfig, UnrolledConfig
+from headstart.heads.draft_layer import as_used
+from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.vocab import DraftVocab
 from headstart.target import Target, check_fingerprint
@@ -32,17 +35,29 @@ FORMAT = 1
 """Of the folder; a reader refuses a later one."""
 WEIGHTS, CONFIG = "head.safetensors", "config.json"
 VOCAB_IDS = "vocab.ids"
+_CLASSES: dict[type[HeadConfig], type[Head]] = {
+    MedusaConfig: MedusaHead,
+    Eagle3Config: Eagle3Head,
+}
 
 
-def build_head(config: MedusaConfig, target: Target, vocab: DraftVocab | None = None) -> MedusaHead:
+def build_head(config: HeadConfig, target: Target, vocab: DraftVocab | None = None) -> Head:
     """A fresh head in fp32 for this target; `vocab` as `config.draft_vocab_size` asks for (None: the whole one)."""
-    head = MedusaHead(config, hidden_size=target.hidden_size, vocab_size=target.vocab_size, vocab=vocab)
-    head.initialise_output(target.output)
+    if isinstance(config, UnrolledConfig):
+        config = as_used(config, target)
+    head = make_head(config, hidden_size=target.hidden_size, vocab_size=target.vocab_size, vocab=vocab)
+    head.initialise(target)
     return head
 
 
+def make_head(config: HeadConfig, *, hidden_size: int, vocab_size: int, vocab: DraftVocab | None) -> Head:
+    """A head of the kind of its configuration, not yet initialised."""
+    kind = _CLASSES[type(config)]
+    return kind(config, hidden_size=hidden_size, vocab_size=vocab_size, vocab=vocab)
+
+
 def save_head(
-    head: MedusaHead,
+    head: Head,
     folder: str | Path,
     *,
     fingerprint: Mapping[str, Any],
@@ -85,7 +100,7 @@ def save_head(
     return folder
 
 
-def load_head(folder: str | Path, target: Target | None = None, allow_other_target: bool = False) -> MedusaHead:
+def load_head(folder: str | Path, target: Target | None = None, allow_other_target: bool = False) -> Head:
     """The head in `folder`, on the CPU, in evaluation mode and in the dtype in which it was saved, bit for bit.
 
     Every tensor of the head must be in the file once and nothing else may be. With a target, its sizes must be those
@@ -110,7 +125,7 @@ def load_head(folder: str | Path, target: Target | None = None, allow_other_targ
     tensors = _read_tensors(folder / WEIGHTS)
     ids = tensors.get(VOCAB_IDS)
     vocab = None if ids is None else DraftVocab(ids, vocab_size)
-    head = MedusaHead(config, hidden_size=hidden_size, vocab_size=vocab_size, vocab=vocab)
+    head = make_head(config, hidden_size=hidden_size, vocab_size=vocab_size, vocab=vocab)
     _check_tensors(head, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, str(folder / WEIGHTS))
     head.load_state_dict(tensors, strict=True, assign=True)
     return head.eval()
@@ -139,7 +154,7 @@ def read_description(folder: str | Path) -> dict[str, Any]:
     return description
 
 
-def _read_config(folder: Path, description: dict[str, Any]) -> MedusaConfig:
+def _read_config(folder: Path, description: dict[str, Any]) -> HeadConfig:
     kind = description["head"].get("type")
     if kind not in HEADS:
         raise HeadError(
@@ -163,7 +178,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         raise HeadError(f"{path} cannot be read ({error}); copy the head's whole folder again or train again") from None
 
 
-def _check_tensors(head: MedusaHead, found: Mapping[str, tuple[int, ...]], where: str) -> None:
+def _check_tensors(head: Head, found: Mapping[str, tuple[int, ...]], where: str) -> None:
     """Every tensor of the head once, with its shape, and nothing else."""
     expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     for name in expected.keys() & found.keys():
