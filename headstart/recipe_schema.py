@@ -10,10 +10,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from headstart.heads.configs import Config, MedusaConfig, Number
+from headstart.heads.configs import Config, Eagle3Config, EagleConfig, MedusaConfig, Number
 from headstart.recipe_yaml import YesOrNo, write_yaml
 
 Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+
+HeadSection = Annotated[MedusaConfig | EagleConfig | Eagle3Config, Field(discriminator="type")]
+"""One class per head; `type` chooses it, and its keys are checked by it alone."""
 
 
 def _no_yes_or_no(value: Any) -> Any:
@@ -261,7 +264,7 @@ class Recipe(Config):
     target: TargetSection
     """The frozen model."""
 
-    head: MedusaConfig
+    head: HeadSection
     """What drafts for it; `type` chooses the head and its keys."""
 
     data: DataSection

@@ -15,7 +15,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from headstart.data.rendering import Row
-from headstart.heads.medusa import MedusaHead
+from headstart.heads.base import Head
 from headstart.heads.store import save_head
 from headstart.loading import parse_dtype
 from headstart.recipe import Recipe
@@ -23,6 +23,7 @@ from headstart.target import Target
 from headstart.train.atomic_folder import publish, start_folder
 from headstart.train.calibrate import steps_within
 from headstart.train.checkpoint import Progress, latest_checkpoint, load_checkpoint, save_best, save_checkpoint
+from headstart.train.curriculum import stages
 from headstart.train.feature_memory import FeatureMemory
 from headstart.train.feed import Feed
 from headstart.train.forecasting import Forecaster
@@ -45,7 +46,7 @@ class Training:
         run: RunFolder,
         accelerator: Accelerator,
         target: Target,
-        head: MedusaHead,
+        head: Head,
         rows: Sequence[Row],
         held_out: Sequence[Row],
     ):
@@ -85,9 +86,11 @@ class Training:
         self._ship()
         return self.progress
 
-    def step(self, progress: Progress, schedule: Schedule) -> tuple[Totals, float, float]:
-        """One optimiser step, which moves `progress` on: its totals, the gradient's norm, the learning rate."""
+    def step(self, progress: Progress, schedule: Schedule, share: float | None = None) -> tuple[Totals, float, float]:
+        """One optimiser step, which moves `progress` on: its totals, the gradient's norm, the learning rate. share: how
+        far the training is, for heads with a curriculum; None: as `progress` says."""
         rate = schedule.rate(progress.step)
+        self.head.set_share(progress.step / schedule.total_steps if share is None else share)
         with self.meter.waiting():
             batches = self.feed.next_step(progress)
         totals, norm = optimiser_step(
@@ -124,6 +127,7 @@ class Training:
                 head=self.head,
                 optimizer=self.optimizer,
                 accelerator=self.accelerator,
+                phases=[stage.until for stage in stages(self.head.config)],
                 epoch_steps=self.feed.num_steps(1),
                 remembered=self._share_remembered(),
             )
@@ -135,7 +139,7 @@ class Training:
     def _new_trial(self, share: float) -> Callable[[], object]:
         """A function that takes steps from the first of all on, each as when the training is `share` over."""
         trial, flat = Progress(), Schedule("constant", self.recipe.train.lr, 0, 1)
-        return lambda: self.step(trial, flat)
+        return lambda: self.step(trial, flat, share)
 
     def _share_remembered(self) -> float:
         """Of this rank's tokens of an epoch, the share whose target states there is memory for."""
@@ -234,7 +238,7 @@ class Training:
         publish(partial, self.run.head)
 
 
-def remember(recipe: Recipe, target: Target, head: MedusaHead) -> FeatureMemory | None:
+def remember(recipe: Recipe, target: Target, head: Head) -> FeatureMemory | None:
     """The memory for the target's states that the recipe asks for."""
     size = int(recipe.train.feature_memory * 2**30)
     return FeatureMemory(target, head.wants, size) if size else None
