@@ -19,8 +19,15 @@ from pathlib import Path
 import headstart
 from headstart.errors import HeadstartError, RecipeError, disk_fault
 
-TRAINING_SCRIPTS = {"medusa": "headstart.train.medusa"}
+TRAINING_SCRIPTS = {
+    "medusa": "headstart.train.medusa",
+    "eagle": "headstart.train.eagle",
+    "eagle3": "headstart.train.eagle",
+}
 """The module that trains each type of head."""
+
+EXPORT_FORMATS = ("sglang", "speculators", "eagle", "medusa", "medusa-merged", "vllm-medusa")
+"""Layouts that a head can be written in; heads/formats knows which take which head."""
 
 # without these, accelerate asks for a configuration or warns about each one that it guessed
 _ONE_CPU_PROCESS = "--cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no".split()
@@ -101,6 +108,24 @@ def build_parser() -> argparse.ArgumentParser:
     verb.add_argument("--seed", type=int, default=0, metavar="N", help="what sampling follows from (%(default)s)")
     _add_other_target(verb)
     _add_device(verb)
+
+    verb = _verb(verbs, "export", _export, "write a head as a serving engine reads it; check such a folder")
+    verb.add_argument("--head", metavar="RUN", help="run folder, or the folder of a head")
+    verb.add_argument("--format", choices=EXPORT_FORMATS, help="sglang serves vLLM too, and the original EAGLE-3")
+    verb.add_argument("--output", metavar="DIR", help="where the export goes; a folder that exists is kept")
+    verb.add_argument("--check", nargs="?", const=True, metavar="DIR", help="check the export, or DIR alone; 1: faults")
+    verb.add_argument("--target", metavar="NAME", help="hub id, folder or bundled:NAME; default: what the head was for")
+    verb.add_argument("--target-name", metavar="ID", help="the target's hub id, for formats that name it")
+    verb.add_argument("--num-tokens", type=_positive, default=3, metavar="N", help="tokens to draft (%(default)s)")
+    verb.add_argument("--dtype", help="float32, bfloat16, ...; default: as the head was saved")
+    _add_other_target(verb)
+
+    verb = _verb(verbs, "import", _import, "make a head of a checkpoint of another tool")
+    verb.add_argument("folder", metavar="DIR", help="Medusa, EAGLE-1/2, EAGLE-3, SGLang, SpecForge or speculators")
+    verb.add_argument("--target", required=True, metavar="NAME", help="what it was trained for: hub id or folder")
+    verb.add_argument("--output", required=True, metavar="DIR", help="where the head goes")
+    verb.add_argument("--layers", metavar="A,B,C", help="hidden_states that an EAGLE-3 head reads; default: as it says")
+    verb.add_argument("--dtype", help="of the target while it is compared (bfloat16)")
     return parser
 
 
@@ -209,6 +234,42 @@ def _generate(arguments: argparse.Namespace) -> None:
         dtype=arguments.dtype,
         allow_other_target=arguments.allow_other_target,
     )
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    alone = isinstance(arguments.check, str)
+    given = [name for name in ("head", "format", "output") if getattr(arguments, name)]
+    if alone == bool(given) or (not alone and len(given) < 3):
+        raise RecipeError(
+            "`headstart export` needs --head RUN --format NAME --output DIR, or --check DIR to look at a folder."
+        )
+    from headstart.scripts import export
+
+    if alone:
+        return export.run_check(arguments.check, target=arguments.target)
+    return export.run_export(
+        arguments.head,
+        arguments.format,
+        arguments.output,
+        target=arguments.target,
+        target_name=arguments.target_name,
+        dtype=arguments.dtype,
+        num_tokens=arguments.num_tokens,
+        checked=bool(arguments.check),
+        allow_other_target=arguments.allow_other_target,
+    )
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    layers = None
+    if arguments.layers:
+        words = arguments.layers.split(",")
+        if not all(word.strip().isdecimal() for word in words):
+            raise RecipeError(f"--layers is {arguments.layers}, expected whole numbers such as 2,15,27.")
+        layers = [int(word) for word in words]
+    from headstart.scripts import export
+
+    export.run_import(arguments.folder, arguments.target, arguments.output, layers=layers, dtype=arguments.dtype)
 
 
 def _verb(verbs: argparse._SubParsersAction, name: str, run: object, summary: str) -> argparse.ArgumentParser:
