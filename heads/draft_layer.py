@@ -1,8 +1,8 @@
 """The decoder layer of a head that drafts step by step: norms, projections, gated MLP, and the rotary embedding.
 
 The product of queries and keys is not here: `attend` is handed in, because it is all that differs between training
-(heads/unrolled_attention.py) and drafting (a KV cache). Dimensions and rotary parameters are the target's where the
-configuration leaves them open; `as_used` writes them into it, and that configuration goes with the head.
+(heads/unrolled_attention.py) and drafting (a KV cache). Every dimension is written in the configuration
+(heads/starting.py fills in the target's).
 
 Letters in shapes: batch, seq, dim (hidden size), heads, kv_heads, width (of one attention head).
 """
@@ -10,7 +10,7 @@ Letters in shapes: batch, seq, dim (hidden size), heads, kv_heads, width (of one
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
@@ -20,10 +20,7 @@ from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from headstart.errors import HeadError
-from headstart.heads.configs import Eagle3Config, UnrolledConfig
-from headstart.target import Target
-
-Config = TypeVar("Config", bound=UnrolledConfig)
+from headstart.heads.configs import UnrolledConfig
 
 Query = Float[Tensor, "batch heads seq width"]
 Key = Float[Tensor, "batch kv_heads seq width"]
@@ -167,46 +164,3 @@ def dimensions(config: UnrolledConfig) -> tuple[int, int, int, int]:
         raise HeadError("the dimensions of this head are open (null); build it with build_head, for a target")
     heads, kv_heads, width, inner = values[:4]
     return heads, kv_heads, width, inner
-
-
-def as_used(config: Config, target: Target) -> Config:
-    """The configuration with everything that it leaves to the target written out."""
-    found = target.config
-    heads = config.num_attention_heads or int(found.num_attention_heads)
-    values: dict[str, Any] = {
-        "num_attention_heads": heads,
-        "num_kv_heads": int(getattr(found, "num_key_value_heads", None) or heads),
-        "head_dim": int(getattr(found, "head_dim", None) or target.hidden_size // heads),
-        "intermediate_size": int(getattr(found, "intermediate_size", None) or 4 * target.hidden_size),
-        "rms_norm_eps": float(getattr(found, "rms_norm_eps", None) or 1e-6),
-        "max_positions": target.max_positions,
-        "rope": _rope_of(found),
-    }
-    if isinstance(config, Eagle3Config):
-        values["layers"] = _default_layers(target.num_layers)
-    open_values = {name: value for name, value in values.items() if getattr(config, name) is None}
-    # validated again: the target's own numbers have to fit together with those that were given
-    try:
-        return type(config).model_validate({**config.model_dump(), **open_values})
-    except ValueError as error:
-        raise HeadError(f"this head does not fit {target.name}: {error}; set the dimensions under `head:`") from None
-
-
-def _rope_of(config: transformers.PreTrainedConfig) -> dict[str, Any]:
-    """The target's rotary parameters; those of its full-attention layers where kinds of layers differ.
-
-    `partial_rotary_factor` is left out: a draft layer always turns whole heads. Targets without rotary embedding get
-    the usual base.
-    """
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope = rope.get("full_attention", rope)
-    kept = {name: value for name, value in rope.items() if name != "partial_rotary_factor" and value is not None}
-    return {"rope_type": "default", "rope_theta": 10000.0, **kept}
-
-
-def _default_layers(num_layers: int) -> list[int]:
-    """The published 2, N // 2 and N - 3 where these are three different layers, else three spread over the target."""
-    published = [2, num_layers // 2, num_layers - 3]
-    if published[0] < published[1] < published[2]:
-        return published
-    return sorted({num_layers // 4, num_layers // 2, num_layers - 1})

@@ -8,14 +8,14 @@ stream of the target's scale (a root mean square of 28 at SmolLM2's end), and wo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from headstart.borrowed import read_weight, weight_of
+from headstart.borrowed import read_weight, weight_of, weight_shape
 from headstart.heads.draft_layer import DraftLayer
 from headstart.target import Features, Target
 
@@ -26,7 +26,7 @@ SAMPLE = (
     "moon after that. Nobody had asked him to, but in forty years he had not left out a single day."
 )
 """A text on which scales are measured; only orders of magnitude matter."""
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -36,6 +36,8 @@ class LayerCopy:
 
     weights: dict[str, Float[Tensor, "rows columns"]]
     """By name: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj."""
+    biases: dict[str, Float[Tensor, "rows"]]
+    """Of queries, keys and values, where the target has them."""
 
     def write(
         self,
@@ -55,7 +57,10 @@ class LayerCopy:
             for name in ("q_proj", "k_proj", "v_proj"):
                 weight = self.weights[name]
                 copy = weight if reads is None else weight * reads
-                getattr(layer.self_attn, name).weight[:, -weight.shape[1] :].copy_(copy)
+                ours = getattr(layer.self_attn, name)
+                ours.weight[:, -weight.shape[1] :].copy_(copy)
+                if ours.bias is not None:
+                    ours.bias.copy_(self.biases.get(name, torch.zeros_like(ours.bias)))
             scale = torch.as_tensor(stream, dtype=torch.float32).expand(self.weights["o_proj"].shape[0])[:, None]
             layer.self_attn.o_proj.weight.copy_(self.weights["o_proj"] * scale)
             layer.mlp.down_proj.weight.copy_(self.weights["down_proj"] * scale)
@@ -73,7 +78,7 @@ def last_layers(target: Target, layers: Sequence[DraftLayer]) -> list[LayerCopy]
         if isinstance(copy, str):
             return copy
         for name, weight in copy.weights.items():
-            own = getattr(ours.self_attn if name in _PROJECTIONS else ours.mlp, name).weight
+            own = getattr(ours.self_attn if name in PROJECTIONS else ours.mlp, name).weight
             columns = min(own.shape[1], weight.shape[1])  # EAGLE-3's first layer reads an embedding beside
             if own[:, -columns:].shape != weight.shape:
                 return f"its {name} is {list(weight.shape)}, the head's {list(own.shape)}"
@@ -84,48 +89,58 @@ def last_layers(target: Target, layers: Sequence[DraftLayer]) -> list[LayerCopy]
 def _copy(layer: nn.Module) -> LayerCopy | str:
     """The layer in the form of Llama's: two norms, separate projections, a gated MLP."""
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-    norms = [name for name, child in layer.named_children() if "norm" in name]
-    if attention is None or mlp is None or sorted(norms) != ["input_layernorm", "post_attention_layernorm"]:
+    norms = sorted(name for name, _ in layer.named_children() if "norm" in name)
+    if attention is None or mlp is None or norms != ["input_layernorm", "post_attention_layernorm"]:
         return "its last layer is not built as Llama's is"
-    modules = {name: getattr(attention, name, None) for name in _PROJECTIONS}
+    modules = {name: getattr(attention, name, None) for name in PROJECTIONS}
     modules |= {name: getattr(mlp, name, None) for name in _MLP}
     missing = [name for name, module in modules.items() if not isinstance(module, nn.Linear)]
     if missing:
         return f"its last layer has no {missing[0]} of its own"
-    gains = [norm_gain(layer.get_submodule(name)) for name in norms]
-    if None in gains:
+    dim = weight_shape(weight_of(modules["q_proj"]))[1]
+    before, after = (norm_gain(layer.get_submodule(name), dim, weight_of(modules["q_proj"])) for name in norms)
+    if before is None or after is None:
         return "its norms are no RMS norms"
-    before, after = (norm_gain(layer.get_submodule(f"{place}_layernorm")) for place in ("input", "post_attention"))
-    assert before is not None and after is not None
-    weights = {name: read_weight(weight_of(module)).float() for name, module in modules.items() if module is not None}
+    weights = {name: read_weight(weight_of(module)).float() for name, module in modules.items()}
     for name, gain in [("q_proj", before), ("k_proj", before), ("v_proj", before)]:
         weights[name] = weights[name] * gain
     for name in ("gate_proj", "up_proj"):
         weights[name] = weights[name] * after
     for name, norm in [("q_proj", "q_norm"), ("k_proj", "k_norm")]:
         weights[name] = _without_head_norm(weights[name], getattr(attention, norm, None))
-    return LayerCopy(weights)
+    # Granite's own factors: of what a layer adds, and of its scores
+    added = float(getattr(layer, "residual_multiplier", 1.0))
+    width = getattr(attention, "head_dim", None)
+    sharper = float(getattr(attention, "scaling", width**-0.5)) * width**0.5 if width else 1.0
+    for name, factor in [("o_proj", added), ("down_proj", added), ("q_proj", sharper)]:
+        weights[name] = weights[name] * factor
+    biases = {}
+    for name in ("q_proj", "k_proj", "v_proj"):
+        bias = modules[name].bias
+        if bias is not None:
+            biases[name] = read_weight(bias).float() * (sharper if name == "q_proj" else 1.0)
+    return LayerCopy(weights, biases)
 
 
 def _without_head_norm(weight: Float[Tensor, "rows columns"], norm: nn.Module | None) -> Float[Tensor, "rows columns"]:
     """Queries or keys that the target norms per head, as Qwen3 does: the norm at its value for a typical input."""
-    gain = None if norm is None else norm_gain(norm)
-    if gain is None or len(weight) % len(gain):
+    width = len(norm.weight) if norm is not None and isinstance(getattr(norm, "weight", None), Tensor) else 0
+    gain = norm_gain(norm, width, weight) if norm is not None and width and len(weight) % width == 0 else None
+    if gain is None:
         return weight
-    by_head = weight.unflatten(0, (-1, len(gain)))
+    by_head = weight.unflatten(0, (-1, width))
     # an input of unit entries without order gives row r a variance of |row r|^2
     typical = by_head.square().sum(-1).mean(-1).sqrt()
     return (by_head * gain[:, None] / typical[:, None, None]).flatten(0, 1)
 
 
 @torch.no_grad()
-def norm_gain(norm: nn.Module) -> Float[Tensor, "dim"] | None:
-    """The gain of an RMS norm in fp32, as it is applied (some store it less one); None for another kind of norm."""
-    weight = getattr(norm, "weight", None)
-    if "RMSNorm" not in type(norm).__name__ or not isinstance(weight, Tensor) or weight.dim() != 1:
-        return None
-    ones = torch.ones_like(read_weight(weight))
-    return norm(ones[None])[0].float()
+def norm_gain(norm: Callable[[Tensor], Tensor], dim: int, like: Tensor) -> Float[Tensor, "dim"] | None:
+    """What an RMS norm multiplies with, in fp32, whatever form its weight has; None for another kind of norm."""
+    ones = torch.ones(1, dim, dtype=like.dtype, device=like.device)
+    gain, opposite = norm(ones)[0].float(), norm(-ones)[0].float()
+    # a norm that subtracts the mean gives its bias here, or nothing
+    return gain if torch.equal(gain, -opposite) and bool(gain.any()) else None
 
 
 @dataclass(frozen=True)
@@ -138,7 +153,8 @@ class Scales:
     @classmethod
     @torch.no_grad()
     def measure(cls, target: Target, layers: Sequence[int] = ()) -> Scales:
-        ids = target.tokenizer(SAMPLE, add_special_tokens=False)["input_ids"][: min(64, target.max_positions)]
+        length = min(64, target.max_positions)
+        ids = target.tokenizer(SAMPLE, add_special_tokens=False, truncation=True, max_length=length)["input_ids"]
         tokens = torch.tensor([ids], device=target.device).clamp(max=target.embedding.vocab_size - 1)
         places = torch.arange(len(ids), device=target.device)[None]
         return cls(target.forward(tokens, places, None, layers=layers))

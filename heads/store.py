@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,12 @@ from torch import Tensor
 
 from headstart.errors import HeadError
 from headstart.heads.base import Head
-from headstart.heads.configs import HEADS, Eagle3Config, HeadConfig, MedusaConfig, UnrolledConfig
-from headstart.heads.draft_layer import as_used
+from headstart.heads.configs import HEADS, Eagle3Config, EagleConfig, HeadConfig, MedusaConfig, UnrolledConfig
+from headstart.heads.eagle import EagleHead
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.medusa import MedusaHead
+from headstart.heads.starting import as_used, settings_of_start, warm_start
+from headstart.heads.unrolled import LAST_LAYER, RANDOM
 from headstart.heads.vocab import DraftVocab
 from headstart.target import Target, check_fingerprint
 
@@ -37,17 +39,44 @@ WEIGHTS, CONFIG = "head.safetensors", "config.json"
 VOCAB_IDS = "vocab.ids"
 _CLASSES: dict[type[HeadConfig], type[Head]] = {
     MedusaConfig: MedusaHead,
+    EagleConfig: EagleHead,
     Eagle3Config: Eagle3Head,
 }
 
 
-def build_head(config: HeadConfig, target: Target, vocab: DraftVocab | None = None) -> Head:
-    """A fresh head in fp32 for this target; `vocab` as `config.draft_vocab_size` asks for (None: the whole one)."""
+def build_head(
+    config: HeadConfig,
+    target: Target,
+    vocab: DraftVocab | None = None,
+    *,
+    read_foreign: Callable[[Path, Target], Head] | None = None,
+) -> Head:
+    """A fresh head in fp32 for this target; `vocab` as `config.draft_vocab_size` asks for (None: the whole one).
+
+    With a path in `config.init` it goes on from the head there, whose dimensions it takes where the configuration
+    leaves them open. read_foreign: reads the folder of another tool; None: folders of our own only.
+    """
+    source = None
     if isinstance(config, UnrolledConfig):
+        if config.init not in (LAST_LAYER, RANDOM):
+            source = _starting_head(Path(config.init), target, read_foreign)
+            config = settings_of_start(config, source)
         config = as_used(config, target)
     head = make_head(config, hidden_size=target.hidden_size, vocab_size=target.vocab_size, vocab=vocab)
     head.initialise(target)
+    if source is not None:
+        warm_start(head, source)
     return head
+
+
+def _starting_head(path: Path, target: Target, read_foreign: Callable[[Path, Target], Head] | None) -> Head:
+    if (path / WEIGHTS).is_file():
+        return load_head(path, target)
+    if read_foreign is None or not path.exists():
+        raise HeadError(
+            f"head.init is {path}, which holds no trained head; name a folder written by training, or `last-layer`"
+        )
+    return read_foreign(path, target)
 
 
 def make_head(config: HeadConfig, *, hidden_size: int, vocab_size: int, vocab: DraftVocab | None) -> Head:

@@ -14,6 +14,7 @@ Letters in shapes: batch, seq, dim (hidden size), draft (draft vocabulary).
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
@@ -30,12 +31,16 @@ from headstart.heads.base import Alignment, Head, HeadOutput
 from headstart.heads.chunked import ChunkedLoss
 from headstart.heads.configs import UnrolledConfig
 from headstart.heads.draft_layer import Attend, DraftLayer, Rotary, dimensions
+from headstart.heads.last_layer import LayerCopy, last_layers
 from headstart.heads.losses import needs_teacher
 from headstart.heads.unrolled_attention import UnrolledAttention
 from headstart.heads.vocab import DraftVocab
-from headstart.target import Features
+from headstart.target import Features, Target
 
 __all__ = ["Attend", "StepStates", "UnrolledHead"]
+
+LAST_LAYER, RANDOM = "last-layer", "random"
+"""Values of `head.init` that are no path."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,23 @@ class UnrolledHead(Head):
         attend: Attend,
     ) -> StepStates:
         """One step. embeds: of the tokens read. positions: rotary. attend: sees to it that a query meets its keys."""
+
+    def copy_output(self, target: Target) -> None:
+        """Own output rows start as copies of the target's, its logit scale included."""
+        if self.output_weight is not None:
+            with torch.no_grad():
+                self.output_weight.copy_(target.output.weight_rows(self.draft_ids) * target.output.scale)
+
+    def last_layers(self, target: Target) -> list[LayerCopy]:
+        """Copies of the target's last layers, one for each of the head's; none, and a warning, where they don't fit."""
+        copies = last_layers(target, [layer for layer in self.layers if isinstance(layer, DraftLayer)])
+        if isinstance(copies, list):
+            return copies
+        warnings.warn(
+            f"head.init: the layers of this head start at random, not from those of {target.name}: {copies}",
+            stacklevel=2,
+        )
+        return []
 
     @property
     def num_depths(self) -> int:
