@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headstart.decode.attention import IMPLEMENTATION, prefill_mask, tree_mask
 from headstart.decode.cache import KVCache
-from headstart.decode.drafters.base import Committed, Drafter, Request, Rows
+from headstart.decode.drafters.base import Committed, Drafter, Request, Rows, take
 from headstart.decode.tree import TokenTree
 from headstart.decode.verify import Verified, verify
 from headstart.errors import HeadstartError
@@ -357,8 +357,7 @@ class Engine:
         paths = torch.tensor([verdict.path + [0] * (most - len(verdict.path)) for verdict in verdicts])
         paths = paths.to(self.rows.device)
         rows = torch.arange(len(verdicts), device=paths.device)[:, None]
-        taken = Features(features.final[rows, paths], {k: tap[rows, paths] for k, tap in features.taps.items()})
-        return Committed(tree.tokens[rows, paths], counts, taken)
+        return Committed(tree.tokens[rows, paths], counts, take(features, rows, paths))
 
     def _now(self) -> float:
         if self.rows.device.type == "cuda":

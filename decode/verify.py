@@ -137,6 +137,24 @@ def choose_or_keep(
     return tokens
 
 
+def follow(tree: TokenTree, texts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Per row the nodes, root first, that agree with what is known to come: `texts` holds the tokens behind the root.
+
+    What `verify` accepts where the target goes on to write that text.
+    """
+    paths = []
+    rows = zip(tree.tokens.tolist(), tree.topology.parents.tolist(), tree.topology.valid.tolist(), texts, strict=True)
+    for tokens, parents, valid, text in rows:
+        children, path = _children(tokens, parents, valid), [0]
+        for token in text:
+            child = children.get((path[-1], token))
+            if child is None:
+                break
+            path.append(child)
+        paths.append(path)
+    return paths
+
+
 def _children(tokens: list[int], parents: list[int], valid: list[bool]) -> dict[tuple[int, int], int]:
     """(parent, token) -> child; of two siblings with the same token the first counts."""
     table: dict[tuple[int, int], int] = {}

@@ -93,6 +93,11 @@ class Committed:
         return self.features.final[torch.arange(len(self.counts), device=last.device), last]
 
 
+def take(features: Features, *index: Any) -> Features:
+    """The final state and every tap at an index into [batch, seq]."""
+    return Features(features.final[index], {k: tap[index] for k, tap in features.taps.items()})
+
+
 @runtime_checkable
 class Drafter(Protocol):
     """Anything that proposes tokens. Rows are told by their order; see `select`."""

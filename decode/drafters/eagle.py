@@ -13,21 +13,21 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headstart.decode.drafters.base import Committed, Rows
+from headstart.decode.drafters.base import Committed, Rows, take
 from headstart.decode.drafters.draft_rows import DraftRows
 from headstart.decode.drafters.growth import Growth, Level, best_choices, log_probabilities, static_levels
-from headstart.decode.drafters.plans import DEEPEST, DynamicTree, Plan, SampledChain, StaticTree, chain_paths
+from headstart.decode.drafters.plans import DEEPEST, DynamicTree, Plan, StaticTree, as_plan, chain_paths
 from headstart.decode.drafters.unrolling import PairCache, TreeLevels
 from headstart.decode.sampling import draw, group_by_distribution, probabilities
 from headstart.decode.tree import DrawnFrom, Path, TokenTree, Topology, sort_paths
 from headstart.heads.unrolled import UnrolledHead
-from headstart.target import Target
+from headstart.target import Features, Target
 
 
 class EagleDrafter:
@@ -43,10 +43,7 @@ class EagleDrafter:
     def __init__(
         self, head: UnrolledHead, target: Target, plan: Plan | Sequence[Path] | None = None, *, widen: bool = True
     ):
-        if plan is None:
-            plan = chain_paths(head.num_depths)
-        if not isinstance(plan, StaticTree | DynamicTree | SampledChain):
-            plan = StaticTree(paths=plan)
+        plan = as_plan(chain_paths(head.num_depths) if plan is None else plan)
         if isinstance(plan, StaticTree):
             paths = sort_paths(plan.paths, DEEPEST, head.draft_vocab_size)
             plan = StaticTree(paths=paths, stop_below=plan.stop_below)
@@ -54,7 +51,8 @@ class EagleDrafter:
         self.head = copy.deepcopy(head).to(target.device, target.dtype).eval().requires_grad_(False)
         self.wants = self.head.wants
         self._rows = DraftRows(target.output, self.head.vocab, borrows=self.head.output_weight is None, widen=widen)
-        self._pairs = PairCache(self.head, target.embedding, target.dtype, torch.device(target.device))
+        self._new_pairs = lambda: PairCache(self.head, target.embedding, target.dtype, torch.device(target.device))
+        self._pairs = self._new_pairs()
         self._trees: dict[int, list[Level]] = {}
         """Of a static tree, by number of drafts."""
         self._topologies: dict[int, Topology] = {}
@@ -75,10 +73,12 @@ class EagleDrafter:
             if isinstance(self.plan, StaticTree):
                 return self._static(levels, drafts)
             if isinstance(self.plan, DynamicTree):
-                return self._dynamic(self.plan, levels, drafts)
+                return self._grow(self.plan, levels).tree(drafts)
             return self._chain(levels, drafts, rows)
 
     def commit(self, rows: Rows, first: int, committed: Committed) -> None:
+        if not any(committed.counts):
+            return
         texts = rows.ids[first : first + len(committed.counts)]
         self._pairs.append(first, texts, committed.counts, committed.features)
 
@@ -161,7 +161,7 @@ class EagleDrafter:
 
     # -- dynamic trees -----------------------------------------------------------------------------------------------
 
-    def _dynamic(self, plan: DynamicTree, levels: TreeLevels, drafts: int) -> TokenTree:
+    def _grow(self, plan: DynamicTree, levels: TreeLevels) -> Growth:
         growth = Growth(self._known())
         logits = self._first_logits()
         width = min(plan.width, self.head.draft_vocab_size)
@@ -171,7 +171,33 @@ class EagleDrafter:
             if depth == plan.depth or not growth.choose_frontier(width, plan.stop_below):
                 break
             logits = self._logits(levels.expand(*growth.frontier()))
-        return growth.tree(drafts)
+        return growth
+
+    def grow_along(
+        self, token_ids: Sequence[int], features: Features, roots: Sequence[int], chunk: int = 32
+    ) -> Iterator[Growth]:
+        """What a dynamic plan would draft at each of these roots of one text, `chunk` of them at a time.
+
+        Every root's tree is what `propose` gives there; the text's pairs are computed once for all. For a drafter
+        that is not decoding: it forgets its rows.
+        """
+        assert isinstance(self.plan, DynamicTree)
+        known = [root for root in roots if root > 0]
+        text = self._new_pairs()
+        text.join(1, 1, len(token_ids))
+        states = text.append(
+            0, [token_ids], [len(token_ids) - 1], take(features, slice(None), slice(len(token_ids) - 1))
+        )
+        for start in range(0, len(known), chunk):
+            some = known[start : start + chunk]
+            self._pairs = text.beginnings(states, some, self._most_expanded())
+            self._rows.select([])
+            self._rows.add_rows(len(some))
+            self._rows.read([list(token_ids[: root + 1]) for root in some])
+            with TreeLevels(self._pairs) as levels:
+                yield self._grow(self.plan, levels)
+        self._rows.select([])
+        self._pairs = self._new_pairs()
 
     # -- sampled chains ----------------------------------------------------------------------------------------------
 

@@ -105,6 +105,10 @@ class Growth:
         self._choices = 1
         """Candidates below one node of the last level."""
 
+    @property
+    def num_rows(self) -> int:
+        return len(self._going)
+
     def add(self, tokens: Int[Tensor, "rows width choices"], logs: Float[Tensor, "rows width choices"]) -> None:
         """The choices below every node of the frontier (the first time: below the root)."""
         if self._tokens:
@@ -132,6 +136,34 @@ class Growth:
     def frontier(self) -> tuple[Int[Tensor, "rows width"], Int[Tensor, "rows width"]]:
         """Tokens of the frontier, and the place of each one's parent in the frontier before it (0 for the root)."""
         return self._tokens[-1].gather(1, self._order), self._order // self._choices
+
+    def before(self, truth: Int[Tensor, "rows levels"]) -> Int[Tensor, "rows levels levels"]:
+        """[r, d, l]: candidates of level l + 1 that `tree` keeps before the node at depth d + 1 which agrees with the
+        text behind the root, `truth`; -1 where no candidate does. Over all levels: how many drafts it takes to keep it.
+        """
+        rows, depth = len(self._tokens[0]), len(self._tokens)
+        above = torch.full((rows,), -1, dtype=torch.long, device=truth.device)
+        found = torch.ones(rows, dtype=torch.bool, device=truth.device)
+        counts = torch.zeros(rows, truth.shape[1], truth.shape[1], dtype=torch.long, device=truth.device)
+        counts[:, depth:] = -1
+        start = 0
+        for level in range(depth):
+            tokens, parents, scores = self._tokens[level], self._parents[level], self._scores[level]
+            agrees = (tokens == truth[:, level, None]) & (parents == above[:, None]) & (scores > -torch.inf)
+            found = found & agrees.any(1)
+            place = agrees.int().argmax(1, keepdim=True)
+            own = scores.gather(1, place)
+            for other in range(depth):
+                ahead = self._scores[other] > own
+                if other < level:
+                    ahead = self._scores[other] >= own
+                elif other == level:
+                    ahead = ahead | ((scores == own) & (torch.arange(scores.shape[1], device=own.device) < place))
+                counts[:, level, other] = ahead.sum(1)
+            counts[:, level] = counts[:, level].where(found[:, None], -1)
+            above = start + place[:, 0]
+            start += tokens.shape[1]
+        return counts
 
     def tree(self, drafts: int) -> TokenTree:
         """The `drafts` best of all candidates; parents stay, since no child is better than its parent."""

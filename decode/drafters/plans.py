@@ -87,6 +87,11 @@ class SampledChain:
 Plan = StaticTree | DynamicTree | SampledChain
 
 
+def as_plan(plan: Plan | Sequence[Path]) -> Plan:
+    """A list of paths is a static tree."""
+    return plan if isinstance(plan, StaticTree | DynamicTree | SampledChain) else StaticTree(paths=plan)
+
+
 def _check_stop(stop_below: float) -> None:
     if not 0 <= stop_below <= 1:
         raise HeadstartError(f"stop_below={stop_below} is no probability; give a number from 0 to 1 (0: never stop)")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headstart.decode.attention import tree_attention
 from headstart.decode.cache import KVCache
-from headstart.heads.unrolled import UnrolledHead
+from headstart.heads.unrolled import StepStates, UnrolledHead
 from headstart.target import Embedding, Features
 
 
@@ -47,15 +47,16 @@ class PairCache:
         self.cache.select(keep)
         self.output, self.carried = self.output[keep], self.carried[keep]
 
-    def append(self, first: int, texts: Sequence[Sequence[int]], counts: Sequence[int], features: Features) -> None:
+    def append(
+        self, first: int, texts: Sequence[Sequence[int]], counts: Sequence[int], features: Features
+    ) -> StepStates:
         """Takes in the features of the next `counts` tokens of rows first.., whose texts reach one token further.
 
         A text that ends sooner belongs to a row that is about to leave: any token stands in for the missing one.
+        Returns what the head gave at every pair.
         """
         lengths = self.cache.lengths[first : first + len(counts)]
-        most = max(counts, default=0)
-        if most == 0:
-            return
+        most = max(counts)
         device = self.output.device
         following = [
             list(text[length + 1 : length + 1 + count])
@@ -76,6 +77,24 @@ class PairCache:
         self.output[rows], self.carried[rows] = states.output[at], states.carried[at]
         for row in came:
             self.cache.extend(first + row, counts[row])
+        return states
+
+    def beginnings(self, states: StepStates, lengths: Sequence[int], room: int) -> PairCache:
+        """A cache whose rows hold the first so many pairs of this one's only row, with `room` nodes behind them.
+
+        states: what the head gave at the pairs of that row.
+        """
+        count, longest = len(lengths), self.cache.lengths[0]
+        made = PairCache(self.head, self.embedding, self.output.dtype, self.output.device)
+        made.join(count, count, longest + room)
+        made.cache.begin(0, count)
+        for layer in range(self.head.num_layers):
+            keys, values = self.cache.read(layer, 0)
+            made.cache.write(layer, keys.expand(count, -1, -1, -1), values.expand(count, -1, -1, -1))
+        made.cache.lengths = list(lengths)
+        last = torch.tensor(lengths, device=self.output.device) - 1
+        made.output, made.carried = states.output[0, last], states.carried[0, last]
+        return made
 
     def _attend(self, mask: Bool[Tensor, "rows queries keys"] | None):
         """Writes keys and values behind the rows' lengths and attends to all of them under the mask (None: causal)."""
