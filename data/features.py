@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -19,6 +21,7 @@ from headstart.data.feature_codec import FINAL, state_name
 from headstart.data.feature_key import row_hash
 from headstart.data.packing import RowStore, TokenBatch, batches, collate
 from headstart.data.progress import Progress
+from headstart.data.rendering import Row
 from headstart.recipe import Recipe
 from headstart.target import Features, Target
 
@@ -38,9 +41,16 @@ class Job:
         return sum(len(self.rows.arrays(number)[0]) for number in self.missing)
 
 
-def hashes(rows: RowStore) -> list[bytes]:
+def feature_folder(recipe: Recipe) -> Path:
+    """Where the recipe's features are: `data.feature_cache`, or `features/NAME`."""
+    return Path(recipe.data.feature_cache or Path("features") / recipe.name)
+
+
+def hashes(rows: Sequence[Row]) -> list[bytes]:
     """How the cache knows each of the rows."""
-    return [row_hash(*rows.arrays(number)) for number in range(len(rows))]
+    if isinstance(rows, RowStore):
+        return [row_hash(*rows.arrays(number)) for number in range(len(rows))]
+    return [row_hash(np.array(row.input_ids), np.array(row.supervised)) for row in rows]
 
 
 def jobs(cache: FeatureCache, parts: Iterable[RowStore], recipe: Recipe) -> list[Job]:

@@ -64,7 +64,6 @@ PACKAGED = Path(str(resources.files("headstart.recipes")))
 _UNBUILT = {
     ("target", "placement"): {"shard", "tensor_parallel"},
     ("target", "quantization"): {"int8", "int4"},
-    ("data", "features"): {"offline", "hybrid"},
     ("logging", "trackers"): {"tensorboard", "trackio"},
 }
 

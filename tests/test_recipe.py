@@ -426,9 +426,9 @@ def test_smoke_says_what_it_replaces_and_keeps_what_is_smaller(in_folder):
 
 def test_values_that_are_not_built_yet_load_and_are_refused_at_start_in_one_sentence(in_folder):
     with pytest.raises(RecipeError) as refusal:
-        refuse_unbuilt(load_recipe("llama70b.yaml", ["data.features=hybrid"]))
+        refuse_unbuilt(load_recipe("llama70b.yaml", ["logging.trackers=[trackio]"]))
     message = str(refusal.value)
-    assert "`target.placement: shard` and `data.features: hybrid`" in message and "--smoke" in message
+    assert "`target.placement: shard` and `logging.trackers: trackio`" in message and "--smoke" in message
     assert len(message.splitlines()) == 1
     for setting in (
         "target.quantization=int8",

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 
 from headstart.data.packing import TokenBatch
 from headstart.train.calibrate import Phase, seconds_of, steps_for, steps_within
-from headstart.train.feature_memory import FeatureMemory
+from headstart.train.features import OnlineFeatures
 
 SETTINGS = ("train.max_steps=20", "train.save_every=7", "train.eval_every=null", "data.packing=false")
 
@@ -26,7 +26,7 @@ def batch(*lengths: int, width: int = 12) -> TokenBatch:
 def test_states_are_those_of_a_plain_forward_and_padding_is_zero():
     target = tiny.target("llama", dtype=torch.float64)
     padded = batch(12, 5)
-    memory = FeatureMemory(target, (2,), 1 << 30)
+    memory = OnlineFeatures(target, (2,), 1 << 30)
     for features in (memory(padded), memory(padded)):  # fresh, then remembered
         plain = target.forward(padded.input_ids, padded.position_ids, target.masks(*padded.attention()), layers=(2,))
         for ours, theirs in [(features.final, plain.final), (features.taps[2], plain.taps[2])]:
@@ -40,7 +40,7 @@ def test_a_sequence_seen_again_costs_no_forward_until_memory_is_full(monkeypatch
     calls = []
     forward = target.forward
     monkeypatch.setattr(target, "forward", lambda *words, **named: calls.append(1) or forward(*words, **named))
-    memory = FeatureMemory(target, (), max_bytes=12 * 64 * 4)  # one sequence of 12 tokens of 64 numbers in fp32
+    memory = OnlineFeatures(target, (), max_bytes=12 * 64 * 4)  # one sequence of 12 tokens of 64 numbers in fp32
     for _ in range(3):
         memory(batch(12, 7))
     assert len(calls) == 1 + 3 and memory.num_bytes == memory.max_bytes

@@ -24,7 +24,7 @@ from headstart.train.atomic_folder import publish, start_folder
 from headstart.train.calibrate import steps_within
 from headstart.train.checkpoint import Progress, latest_checkpoint, load_checkpoint, save_best, save_checkpoint
 from headstart.train.curriculum import stages
-from headstart.train.feature_memory import FeatureMemory
+from headstart.train.features import FeatureSource, feature_source
 from headstart.train.feed import Feed
 from headstart.train.forecasting import Forecaster
 from headstart.train.held_out import evaluate, report, shares
@@ -49,15 +49,19 @@ class Training:
         head: Head,
         rows: Sequence[Row],
         held_out: Sequence[Row],
+        features: FeatureSource | None = None,
     ):
+        """features: where the target's states come from; None: what the recipe asks for."""
         self.recipe, self.run, self.accelerator = recipe, run, accelerator
         self.target, self.head, self.held_out = target, head, held_out
         seed_everything(recipe.seed, accelerator.process_index)
-        self.memory = remember(recipe, target, head)
-        module = TrainModule(target, head, parse_dtype(recipe.train.dtype), self.memory).train()
+        rank = accelerator.process_index
+        self.features = features or feature_source(recipe, target, head.wants, (rows, held_out), rank=rank)
+        module = TrainModule(target, head, parse_dtype(recipe.train.dtype), self.features).train()
         self.module, self.optimizer = accelerator.prepare(module, make_optimizer(recipe.train, head))
         self.feed = Feed(rows, recipe, rank=accelerator.process_index, world_size=accelerator.num_processes)
-        self.forecaster = Forecaster(target, held_out) if len(held_out) else None
+        offline = recipe.data.features == "offline"  # without its layers there is no target whose costs to measure
+        self.forecaster = Forecaster(target, held_out) if len(held_out) and not offline else None
         self.progress = Progress()
         self.meter = Meter()
         self.schedule = self._work_out_length()
@@ -83,6 +87,7 @@ class Training:
                 if last or due(step, train.save_every):
                     self._save()
         self.metrics.close()
+        self.features.close()
         self._ship()
         return self.progress
 
@@ -142,16 +147,15 @@ class Training:
         return lambda: self.step(trial, flat, share)
 
     def _share_remembered(self) -> float:
-        """Of this rank's tokens of an epoch, the share whose target states there is memory for."""
-        if self.memory is None:
-            return 0.0
+        """Of this rank's tokens of an epoch, the share whose target states are kept for later epochs."""
         tokens = sum(len(row.input_ids) for row in self.feed.rows) / self.accelerator.num_processes
-        return min(1.0, self.memory.max_bytes / max(1.0, tokens * self.memory.bytes_per_token()))
+        return self.features.share_kept(tokens)
 
     def _about(self) -> dict[str, Any]:
         """What must be the same when the run is continued; the lengths of its rows stand for the data."""
         rows = hashlib.sha256(repr([len(row.input_ids) for row in self.feed.rows]).encode()).hexdigest()[:16]
-        return {"recipe": training_hash(self.recipe), "rows": rows, "schedule": asdict(self.schedule)}
+        stored = {} if self.features.storage is None else {"feature dtype": self.features.storage}
+        return {"recipe": training_hash(self.recipe), "rows": rows, "schedule": asdict(self.schedule), **stored}
 
     def _resume(self) -> None:
         folder = latest_checkpoint(self.run.checkpoints)
@@ -213,6 +217,7 @@ class Training:
         self.accelerator.print(line if forecast is None else f"{line}\n  {forecast}", flush=True)
 
     def _save(self) -> None:
+        self.features.flush()
         save_checkpoint(
             self.run.checkpoints,
             self.progress,
@@ -236,12 +241,6 @@ class Training:
         else:
             save_head(self.head, partial, fingerprint=self.target.fingerprint(), training_record=self.record())
         publish(partial, self.run.head)
-
-
-def remember(recipe: Recipe, target: Target, head: Head) -> FeatureMemory | None:
-    """The memory for the target's states that the recipe asks for."""
-    size = int(recipe.train.feature_memory * 2**30)
-    return FeatureMemory(target, head.wants, size) if size else None
 
 
 def due(step: int, every: int | None) -> bool:

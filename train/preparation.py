@@ -21,10 +21,12 @@ from headstart.data.prepare import Prepared, prepare
 from headstart.decode.selfcheck import check_target
 from headstart.errors import HeadstartError, RecipeError, TrainingError, disk_fault
 from headstart.heads.vocab import DraftVocab
+from headstart.light_target import load_recipe_light_target
 from headstart.recipe import Recipe, load_recipe, quoted, refuse_unbuilt, smoke
 from headstart.recipe_target import load_recipe_target
 from headstart.target import Target
 from headstart.train.ceiling import outside
+from headstart.train.features import refuse_missing
 from headstart.train.feed import plan_batches
 from headstart.train.loop import Training
 from headstart.train.run_folder import RunFolder, open_run, refuse_existing
@@ -131,7 +133,10 @@ def run_path(recipe: Recipe, arguments: argparse.Namespace) -> Path:
 
 
 def open_target(recipe: Recipe, accelerator: Accelerator, replaced: Sequence[str]) -> Target:
-    """The frozen target, after its self-check; says what --smoke replaced (`replaced`: in the recipe)."""
+    """The frozen target, after its self-check; says what --smoke replaced (`replaced`: in the recipe). Where features
+    come from a cache, its layers stay on the disk, and whoever wrote the cache has checked it."""
+    if recipe.data.features == "offline":
+        return load_recipe_light_target(recipe, device=accelerator.device)
     target, in_target = load_recipe_target(recipe, device=accelerator.device)
     for sentence in [*replaced, *in_target]:
         accelerator.print(f"--smoke: {sentence}")
@@ -143,6 +148,8 @@ def open_data(recipe: Recipe, target: Target, accelerator: Accelerator) -> Prepa
     """The rows to train and to look at, with their summary, and a warning where the target did not write them."""
     data = prepare(recipe, target.tokenizer, vocab_size=target.vocab_size, max_positions=target.max_positions)
     accelerator.print(data.summary())
+    if recipe.data.features == "offline":
+        refuse_missing(recipe, target, (data.train, data.held_out))
     if warning := foreign_answers(target, data.train, recipe):
         accelerator.print(f"warning: {warning}")
     return data
@@ -165,25 +172,30 @@ def count_labels(rows: RowStore, vocab_size: int) -> torch.Tensor:
 
 
 def draft_vocab(recipe: Recipe, target: Target, data: Prepared, accelerator: Accelerator) -> DraftVocab | None:
-    """The draft vocabulary that the recipe asks for, from the labels of the training rows; None for all tokens. Says
-    what it holds, and the ceiling on acceptance that what it leaves out is."""
+    """The draft vocabulary that the recipe asks for; None for all tokens. Says what it holds, and the ceiling on
+    acceptance that what it leaves out is."""
+    vocab = draft_vocab_of(recipe, target, data.train)
+    if vocab is None:
+        return None
+    shares = [vocab.coverage(count_labels(rows, target.vocab_size)) for rows in (data.train, data.held_out)]
+    accelerator.print(
+        f"draft vocabulary: {len(vocab)} of {target.vocab_size} tokens, {shares[0]:.1%} of the training labels "
+        f"and {shares[1]:.1%} of the held-out ones"
+    )
+    if ceiling := outside(target, vocab, recipe_batches(data.held_out, recipe)):
+        accelerator.print(f"  {ceiling}")
+    return vocab
+
+
+def draft_vocab_of(recipe: Recipe, target: Target, rows: RowStore) -> DraftVocab | None:
+    """The draft vocabulary of the recipe's size from the labels of these rows; None for all tokens."""
     size = recipe.head.draft_vocab_size
     if size is None:
         return None
     tokenizer = target.tokenizer
     special = {*target.end_token_ids, *tokenizer.all_special_ids}
-    counts = [count_labels(rows, target.vocab_size) for rows in (data.train, data.held_out)]
-    vocab = DraftVocab.build(counts[0], size, special_ids=special, tokenizer_size=len(tokenizer))
-    if vocab is None:
-        return None
-    train, held_out = (vocab.coverage(count) for count in counts)
-    accelerator.print(
-        f"draft vocabulary: {len(vocab)} of {target.vocab_size} tokens, {train:.1%} of the training labels and "
-        f"{held_out:.1%} of the held-out ones"
-    )
-    if ceiling := outside(target, vocab, recipe_batches(data.held_out, recipe)):
-        accelerator.print(f"  {ceiling}")
-    return vocab
+    counts = count_labels(rows, target.vocab_size)
+    return DraftVocab.build(counts, size, special_ids=special, tokenizer_size=len(tokenizer))
 
 
 def recipe_batches(rows: RowStore, recipe: Recipe) -> Iterator[TokenBatch]:
