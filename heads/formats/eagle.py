@@ -73,7 +73,7 @@ def export(source: Source, *, sglang: bool = False) -> Exported:
     assert isinstance(head, EagleHead)
     refuse_scaled_embedding(source.target)
     state = source.state()
-    state["fc.weight"] = _with_scales(head).to("cpu", source.dtype)
+    state["fc.weight"] = with_scales(head).to("cpu", source.dtype)
     output, ids = state.pop("output_weight", None), state.pop("vocab.ids", None)
     if ids is not None and not (sglang and output is None):
         raise HeadError(
@@ -103,7 +103,7 @@ def export_sglang(source: Source) -> Exported:
     return export(source, sglang=True)
 
 
-def _with_scales(head: EagleHead) -> Tensor:
+def with_scales(head: EagleHead) -> Tensor:
     """`fc.weight` for an embedding and a feature that nobody scales; bit for bit the same where the scales are 1."""
     embedding, feature = head.fc.weight.detach().split(head.hidden_size, dim=1)
     return torch.cat([embedding * head.embedding_scale, feature * head.feature_scale], dim=1)

@@ -36,29 +36,28 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def read(checkpoint: Checkpoint) -> Foreign:
-    tensors = {_in_our_words(name): tensor for name, tensor in checkpoint.tensors.items()}
+    tensors = {_new_name(name): tensor for name, tensor in checkpoint.tensors.items()}
     renamed = Checkpoint(checkpoint.folder, checkpoint.config, tensors)
     layers = read_layer_ids(checkpoint.config, checkpoint.folder)
     # SGLang has no norm_before_residual: without the key it is false in every engine
     residual = bool(checkpoint.config.get("norm_before_residual", False))
-    return read_renamed("eagle3", renamed, checkpoint.config, layers, norm_before_residual=residual)
+    return read_head("eagle3", renamed, checkpoint.config, layers, first=FIRST, norm_before_residual=residual)
 
 
-def _in_our_words(name: str) -> str:
-    if name in OLD_NORMS:
-        return f"fc_norm.{OLD_NORMS.index(name)}.weight"
-    return name.replace(FIRST, "layers.0.", 1) if name.startswith(FIRST) else name
+def _new_name(name: str) -> str:
+    return f"fc_norm.{OLD_NORMS.index(name)}.weight" if name in OLD_NORMS else name
 
 
-def read_renamed(
+def read_head(
     format_name: str,
     checkpoint: Checkpoint,
     layer_config: Mapping[str, Any],
     layers: list[int] | None,
     *,
+    first: str = "layers.0.",
     norm_before_residual: bool,
 ) -> Foreign:
-    """A checkpoint whose first layer is `layers.0.`; layer_config: where the sizes of the draft's layers stand."""
+    """first: how the names of the first layer begin. layer_config: where the sizes of the draft's layers stand."""
     sizes = Sizes.read(layer_config, checkpoint.folder)
     tensors, config = dict(checkpoint.tensors), checkpoint.config
     flags = _flags(checkpoint)
@@ -70,7 +69,7 @@ def read_renamed(
     taps = _num_taps(checkpoint, sizes, layers)
     _merge_later_norms(checkpoint.folder, tensors, sizes.layers)
     draft = len(tensors["d2t"]) if "d2t" in tensors else config.get("draft_vocab_size") or sizes.vocab
-    expected = layout(sizes, taps, draft, **flags)
+    expected = layout(sizes, taps, draft, first, **flags)
     check_layout(Checkpoint(checkpoint.folder, config, tensors), expected, OPTIONAL)
     ids = target_ids(checkpoint, sizes.vocab)
     if ids is None and draft != sizes.vocab:
@@ -83,6 +82,7 @@ def read_renamed(
     tensors.pop("t2d", None)
     output = tensors.pop("lm_head.weight", None)
     own = {"output_weight": output, "vocab.ids": ids}
+    tensors = {name.replace(first, "layers.0.", 1): tensor for name, tensor in tensors.items()}
     return Foreign(
         format=format_name,
         type="eagle3",
@@ -103,13 +103,13 @@ def read_renamed(
     )
 
 
-def layout(sizes: Sizes, taps: int, draft: int, *, fc_norm: bool, norm_before_fc: bool) -> dict[str, Shape]:
-    """Shapes of all tensors by name, the first layer as `layers.0.`, later layers with `input_layernorm` alone."""
+def layout(sizes: Sizes, taps: int, draft: int, first: str, *, fc_norm: bool, norm_before_fc: bool) -> dict[str, Shape]:
+    """Shapes of all tensors by name, later layers with `input_layernorm` alone."""
     hidden, width = sizes.hidden, taps * sizes.hidden
     shapes: dict[str, Shape] = {"fc.weight": (hidden, width), "norm.weight": (hidden,)}
     shapes |= {f"fc_norm.{tap}.weight": (hidden,) for tap in range(taps)} if fc_norm else {}
     shapes |= {"input_norm.weight": (width,)} if norm_before_fc else {}
-    shapes |= sizes.layer("layers.0.", width=2 * hidden, norms=FIRST_NORMS)
+    shapes |= sizes.layer(first, width=2 * hidden, norms=FIRST_NORMS)
     for layer in range(1, sizes.layers):
         norms = ("input_layernorm", "post_attention_layernorm")
         shapes |= sizes.layer(f"layers.{layer}.", width=hidden, norms=norms)
@@ -220,6 +220,7 @@ def export(source: Source) -> Exported:
 def tensors_of(source: Source) -> dict[str, Tensor]:
     """The head's tensors with output rows (its own, or the target's) and the maps of its draft vocabulary."""
     refuse_scaled_embedding(source.target)
+    assert isinstance(source.head, Eagle3Head)
     if source.head.config.attention_bias:
         raise HeadError(
             "this head has biases of queries, keys and values (head.attention_bias), which no engine's EAGLE-3 loads; "

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from headstart.heads.base import Head
+from headstart.heads.eagle import EagleHead
+from headstart.heads.formats.eagle import with_scales
 from headstart.heads.formats.exported import Source
 from headstart.heads.formats.medusa import full_state
 from headstart.heads.formats.medusa_twin import MedusaTwin
@@ -96,7 +98,12 @@ def make_twin(subject: Subject, engine: Engine) -> Twin:
 def _as_stored(subject: Subject) -> Head:
     """The head with the rounding of the folder's dtype, in fp32."""
     assert subject.head is not None
-    return copy.deepcopy(subject.head).to("cpu", _dtype(subject)).float().eval()
+    head = copy.deepcopy(subject.head)
+    dtype = _dtype(subject)
+    if isinstance(head, EagleHead) and dtype != torch.float32:  # an export rounds after its scales went into fc
+        head.fc.weight.data = with_scales(head)
+        head.embedding_scale = head.feature_scale = 1.0
+    return head.to("cpu", dtype).float().eval()
 
 
 def _output_rows(subject: Subject) -> Float[Tensor, "*heads draft dim"]:

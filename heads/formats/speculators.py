@@ -8,7 +8,7 @@ import transformers
 
 from headstart.errors import HeadError
 from headstart.heads.eagle3 import Eagle3Head
-from headstart.heads.formats.eagle3 import IDS, check_layer_ids, common_config, read_layer_ids, read_renamed, tensors_of
+from headstart.heads.formats.eagle3 import IDS, check_layer_ids, common_config, read_head, read_layer_ids, tensors_of
 from headstart.heads.formats.exported import Exported, Source
 from headstart.heads.formats.foreign import Checkpoint, Foreign
 
@@ -22,7 +22,7 @@ def read(checkpoint: Checkpoint) -> Foreign:
     if "speculators_config" not in config and "transformer_layer_config" not in config:
         residual = bool(config.get("norm_before_residual", False))
         layers = read_layer_ids(config, folder)
-        return read_renamed("speculators", checkpoint, config, layers, norm_before_residual=residual)
+        return read_head("speculators", checkpoint, config, layers, norm_before_residual=residual)
     if config.get("speculators_model_type") != "eagle3":
         raise HeadError(
             f"{folder / 'config.json'}: speculators_model_type is {config.get('speculators_model_type')!r}, only "
@@ -34,7 +34,7 @@ def read(checkpoint: Checkpoint) -> Foreign:
             "speculators for false; add the one that the head was trained with"
         )
     layer_config = checkpoint.value("transformer_layer_config", dict)
-    foreign = read_renamed(
+    foreign = read_head(
         "speculators",
         checkpoint,
         layer_config,
