@@ -50,14 +50,14 @@ class Rotary:
     """
 
     def __init__(self, rope: dict[str, Any], head_dim: int, max_positions: int):
-        config = transformers.LlamaConfig(
-            hidden_size=head_dim,
-            num_attention_heads=1,
-            head_dim=head_dim,
-            max_position_embeddings=max_positions,
-            rope_parameters=dict(rope),
-        )
         try:
+            config = transformers.LlamaConfig(
+                hidden_size=head_dim,
+                num_attention_heads=1,
+                head_dim=head_dim,
+                max_position_embeddings=max_positions,
+                rope_parameters=dict(rope),
+            )
             self._embedding = LlamaRotaryEmbedding(config)
         except (KeyError, TypeError) as error:
             raise HeadError(f"head.rope lacks what rope_type {rope.get('rope_type')} needs ({error}); add it") from None

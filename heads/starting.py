@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pydantic
 import torch
 import transformers
 
@@ -51,8 +52,9 @@ def as_used(config: Config, target: Target) -> Config:
     # validated again: the target's own numbers have to fit together with those that were given
     try:
         return type(config).model_validate({**config.model_dump(), **open_values})
-    except ValueError as error:
-        raise HeadError(f"this head does not fit {target.name}: {error}; set the dimensions under `head:`") from None
+    except pydantic.ValidationError as error:
+        reason = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise HeadError(f"this head does not fit {target.name}: {reason}; set the dimensions under `head:`") from None
 
 
 def _rope_of(config: transformers.PreTrainedConfig) -> dict[str, Any]:
