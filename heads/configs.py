@@ -282,6 +282,3 @@ HEADS: dict[str, type[MedusaConfig] | type[EagleConfig] | type[Eagle3Config]] = 
     "eagle3": Eagle3Config,
 }
 """The heads that can be trained, by the name under `head.type`."""
-
-PLANNED_HEADS: tuple[str, ...] = ()
-"""Known by name and refused in a sentence: not built yet."""

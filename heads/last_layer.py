@@ -92,9 +92,9 @@ def _copy(layer: nn.Module) -> LayerCopy | str:
     norms = sorted(name for name, _ in layer.named_children() if "norm" in name)
     if attention is None or mlp is None or norms != ["input_layernorm", "post_attention_layernorm"]:
         return "its last layer is not built as Llama's is"
-    modules = {name: getattr(attention, name, None) for name in PROJECTIONS}
-    modules |= {name: getattr(mlp, name, None) for name in _MLP}
-    missing = [name for name, module in modules.items() if not isinstance(module, nn.Linear)]
+    found = {name: getattr(attention if name in PROJECTIONS else mlp, name, None) for name in (*PROJECTIONS, *_MLP)}
+    modules = {name: module for name, module in found.items() if isinstance(module, nn.Linear)}
+    missing = [name for name in found if name not in modules]
     if missing:
         return f"its last layer has no {missing[0]} of its own"
     dim = weight_shape(weight_of(modules["q_proj"]))[1]
@@ -124,7 +124,8 @@ def _copy(layer: nn.Module) -> LayerCopy | str:
 
 def _without_head_norm(weight: Float[Tensor, "rows columns"], norm: nn.Module | None) -> Float[Tensor, "rows columns"]:
     """Queries or keys that the target norms per head, as Qwen3 does: the norm at its value for a typical input."""
-    width = len(norm.weight) if norm is not None and isinstance(getattr(norm, "weight", None), Tensor) else 0
+    gains = getattr(norm, "weight", None)
+    width = len(gains) if isinstance(gains, Tensor) else 0
     gain = norm_gain(norm, width, weight) if norm is not None and width and len(weight) % width == 0 else None
     if gain is None:
         return weight
