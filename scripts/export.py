@@ -10,7 +10,6 @@ An export is a folder of its own; the head's run is not touched. Nothing is sent
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -50,8 +49,6 @@ def run_export(
     )
     files = ", ".join(f"{path.name} ({path.stat().st_size:,} bytes)" for path in sorted(folder.iterdir()))
     print(f"{folder}: {files}")
-    if loaded.vocab is not None and format_name == "medusa":
-        warnings.warn("the original Medusa layout has no draft vocabulary: loaders draft all ids", stacklevel=2)
     if not checked:
         return 0
     report = check(folder, target=trained.target, head=loaded)

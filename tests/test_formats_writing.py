@@ -196,6 +196,16 @@ def test_scales_of_eagle_go_into_fc(target, tmp_path):
     assert check(folder, target=target, head=head).ok
 
 
+def test_the_draft_vocabulary_of_eagle_is_a_file_for_sglang(target, tmp_path):
+    head = head_of("eagle", target, ids=IDS)
+    folder = write_foreign(head, target, tmp_path / "a", "sglang")
+    assert torch.load(folder / "speculative_token_map.pt", weights_only=True) == IDS
+    assert check(folder, target=target, head=head).ok
+    with pytest.warns(UserWarning, match="eagle layout has no draft vocabulary: all ids will be drafted"):
+        folder = write_foreign(head, target, tmp_path / "b", "eagle")
+    assert check(folder, target=target, head=head).ok
+
+
 def test_every_dtype_is_the_one_that_is_said(target, tmp_path):
     """B34: as the head has it unless asked; the maps stay integers."""
     head = head_of("eagle3", target, ids=IDS, dtype=torch.float32)
@@ -233,7 +243,7 @@ def test_what_a_layout_has_no_place_for_is_refused(target, tmp_path):
     )
     own = head_of("medusa", target, ids=IDS, output="own")
     refused("10 rows of 264, and the original layout has no draft vocabulary", own, "medusa")
-    refused("no draft vocabulary, this head drafts 10 of 264", head_of("eagle", target, ids=IDS), "eagle")
+    refused("own output rows of 10 of 264 ids", head_of("eagle", target, ids=IDS, output="own"), "eagle")
     refused("add --target-name OWNER/MODEL", head_of("eagle3", target), "speculators")
     refused("no engine's EAGLE-3 loads", head_of("eagle3", target, attention_bias=True), "sglang")
     scaled = cases.tiny.target("granite", num_hidden_layers=8)

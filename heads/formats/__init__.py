@@ -10,6 +10,7 @@ flags without a tensor, rotary parameters.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -136,4 +137,6 @@ def write_foreign(
     dtype = dtype or next(head.parameters()).dtype
     exported = writers[kind](Source(head, target, dtype, target_name, num_tokens))
     check_state(exported.tensors, str(folder))
-    return write_checkpoint(folder, exported.config, exported.tensors, exported.weights)
+    if head.vocab is not None and exported.token_map is None and not {"d2t", "token_map"} & exported.tensors.keys():
+        warnings.warn(f"the {format_name} layout has no draft vocabulary: all ids will be drafted", stacklevel=2)
+    return write_checkpoint(folder, exported.config, exported.tensors, exported.weights, exported.token_map)

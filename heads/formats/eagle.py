@@ -67,7 +67,8 @@ def export(source: Source, *, sglang: bool = False) -> Exported:
 
     sglang: under its architecture, with a bias of `fc` that is zero where the head has none (its layer has one and
     would start it at random), and without the embedding, which it takes from the target. Our scales of embedding and
-    feature are multiplied into the columns of `fc` that read them.
+    feature are multiplied into the columns of `fc` that read them. A draft vocabulary is a file beside the weights for
+    SGLang, `--speculative-token-map`; elsewhere the target's whole vocabulary is drafted.
     """
     head = source.head
     assert isinstance(head, EagleHead)
@@ -75,10 +76,10 @@ def export(source: Source, *, sglang: bool = False) -> Exported:
     state = source.state()
     state["fc.weight"] = with_scales(head).to("cpu", source.dtype)
     output, ids = state.pop("output_weight", None), state.pop("vocab.ids", None)
-    if ids is not None and not (sglang and output is None):
+    if ids is not None and output is not None:
         raise HeadError(
-            f"EAGLE's layout has no draft vocabulary, this head drafts {len(ids)} of {head.vocab_size} ids; export "
-            "with --format sglang (rows borrowed), or train with draft_vocab_size null"
+            f"EAGLE's layout has no draft vocabulary, this head has own output rows of {len(ids)} of "
+            f"{head.vocab_size} ids; train it with head.output=shared, or with draft_vocab_size null"
         )
     if output is None:
         rows = source.borrowed_rows()
@@ -96,7 +97,7 @@ def export(source: Source, *, sglang: bool = False) -> Exported:
         "bias": "fc.bias" in state,
         "qkv_bias": "layers.0.self_attn.q_proj.bias" in state,
     }
-    return Exported(config, state)
+    return Exported(config, state, token_map=ids.tolist() if sglang and ids is not None else None)
 
 
 def export_sglang(source: Source) -> Exported:

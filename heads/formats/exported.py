@@ -28,6 +28,8 @@ class Exported:
     tensors: dict[str, Tensor]
     weights: str = "model.safetensors"
     """Name of the weights' file."""
+    token_map: list[int] | None = None
+    """Target ids for a file of its own: SGLang's `--speculative-token-map`."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ WEIGHT_FILES = (
 )
 """Where weights may lie, in this order: safetensors before pickles."""
 
+TOKEN_MAP = "speculative_token_map.pt"
+"""Target ids that an EAGLE-1 head drafts, for SGLang's `--speculative-token-map`."""
 MERGED = "medusa_head."
 _OF_MERGED = (MERGED, "model.embed_tokens.", "lm_head.")
 
@@ -101,9 +103,16 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
 
 
 def write_checkpoint(
-    folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], weights: str = WEIGHT_FILES[0]
+    folder: str | Path,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    weights: str = WEIGHT_FILES[0],
+    token_map: list[int] | None = None,
 ) -> Path:
-    """Writes a new folder with config.json and one safetensors file, whole or not at all; returns it."""
+    """Writes a new folder with config.json and one safetensors file, whole or not at all; returns it.
+
+    token_map: target ids, for a file of their own as SGLang loads it.
+    """
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise HeadError(f"{folder} exists already and is kept; give another --output")
@@ -113,6 +122,8 @@ def write_checkpoint(
     # clone: rows of one stacked parameter share its storage, which safetensors refuses
     owned = {name: tensor.detach().to("cpu").contiguous().clone() for name, tensor in tensors.items()}
     save_file(owned, fresh / weights, metadata={"format": "pt"})
+    if token_map is not None:
+        torch.save(token_map, fresh / TOKEN_MAP)
     (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     os.replace(fresh, folder)
     return folder

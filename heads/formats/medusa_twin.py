@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from headstart.heads.formats.twins import Slots, fill
+from headstart.heads.formats.engine_layers import Slots, fill
 
 
 class MedusaTwin:

@@ -145,6 +145,8 @@ def largest_difference(twin: Twin, head: Head, rows: Float[Tensor, "*heads draft
         embeds = draw()
         stepped = head.step(embeds, ours, positions + step, _causal)
         logits, theirs = twin.step(embeds, theirs, positions + step)
+        if isinstance(twin, EagleTwin) and head.draft_ids is not None:  # served over all ids
+            logits = logits[..., head.draft_ids]
         difference = max(difference, _distance(logits, stepped.output @ rows.mT))
         ours = stepped.carried
     return difference
