@@ -206,16 +206,18 @@ class FeatureWriter(FeatureCache):
         self._open_bytes = 0
         with on_disk(Path(folder)):
             Path(folder).mkdir(parents=True, exist_ok=True)
-            self._lock = lock(Path(folder) / f".writer-{writer:05d}.lock")
+            self._lock: int | None = lock(Path(folder) / f".writer-{writer:05d}.lock")
         self._own: list[Shard] = []
-        if self._manifest.exists():
-            self._own = read_manifest(self._manifest)["shards"]
-        super().__init__(folder, key)
+        try:
+            if self._manifest.exists():
+                self._own = read_manifest(self._manifest)["shards"]
+            super().__init__(folder, key)
+        except DataError:
+            self.close(publish=False)
+            raise
         if self.key["dtype"] is None:
             self.key = {**key, "dtype": key["target dtype"]}
         self._clear_leftovers()
-        if not self._manifest.exists():
-            self._write_manifest()
 
     def __enter__(self) -> FeatureWriter:
         return self

@@ -93,7 +93,7 @@ def lock(path: Path) -> int:
         os.close(descriptor)
         raise DataError(
             f"Another process is writing into {path.parent} already; wait for it, name another folder, or launch "
-            "several processes together (accelerate launch -m headstart.scripts.features ...)."
+            "several processes together (torchrun -m headstart.cli data features ...)."
         ) from None
     return descriptor
 

@@ -30,6 +30,8 @@ from headstart.target import Features, Target
 class Job:
     """A sequence that has rows which are not in the cache yet."""
 
+    number: int
+    """Of the sequence among all of the recipe."""
     rows: RowStore
     sequence: list[int]
     missing: list[int]
@@ -54,12 +56,13 @@ def hashes(rows: Sequence[Row]) -> list[bytes]:
 
 
 def jobs(cache: FeatureCache, parts: Iterable[RowStore], recipe: Recipe) -> list[Job]:
-    """What is to be computed, the same list in every process: parts are training and held-out rows.
+    """What is to be computed; parts are training and held-out rows.
 
     A row that occurs twice is computed in the first sequence that has it.
     """
     found: list[Job] = []
     met: set[bytes] = set()
+    count = 0
     for rows in parts:
         known = hashes(rows)
         layout = batches(
@@ -77,8 +80,14 @@ def jobs(cache: FeatureCache, parts: Iterable[RowStore], recipe: Recipe) -> list
                     missing.append(number)
                 met.add(known[number])
             if missing:
-                found.append(Job(rows, sequence, missing))
+                found.append(Job(count, rows, sequence, missing))
+            count += 1
     return found
+
+
+def share_of(todo: Iterable[Job], rank: int, world_size: int) -> list[Job]:
+    """The jobs of one process: which they are does not depend on what others have written meanwhile."""
+    return [job for job in todo if job.number % world_size == rank]
 
 
 def compute(cache: FeatureWriter, target: Target, todo: Sequence[Job], progress: Progress) -> None:

@@ -83,6 +83,15 @@ def build_parser() -> argparse.ArgumentParser:
     verb.add_argument("--limit", type=_positive, metavar="N", help="answer the first N prompts of each source only")
     _add_device(verb)
 
+    verb = _verb(data_verbs, "features", _data_features, "write the target's states, for training without the target")
+    _add_recipe(verb)
+    verb.add_argument("--output", metavar="DIR", help="the cache; default: data.feature_cache, or features/NAME")
+    verb.add_argument("--dtype", choices=("bfloat16", "int8", "float32"), help="as stored; default: the target's own")
+    verb.add_argument("--limit", type=_positive, metavar="N", help="take the first N rows of each source only")
+    verb.add_argument("--layers", metavar="A,B,C", help="hidden_states to keep; default: what the recipe's head reads")
+    verb.add_argument("--head", metavar="RUN", help="a trained head, to measure what the stored dtype costs it")
+    verb.add_argument("--device", help="cpu, cuda, cuda:1; default: the first GPU, or else the CPU")
+
     verb = _verb(verbs, "tune", _tune, "the tree for this head that is fastest on this device")
     verb.add_argument("--head", required=True, metavar="RUN", help="run folder, or the folder of a head")
     _add_set(verb, "eval.num_prompts=3")
@@ -193,6 +202,25 @@ def _data_distill(arguments: argparse.Namespace) -> None:
     distill.run(recipe, arguments.output, limit=arguments.limit, device=arguments.device, dtype=arguments.dtype)
 
 
+def _data_features(arguments: argparse.Namespace) -> None:
+    from headstart.recipe import load_recipe, refuse_unbuilt
+
+    recipe = load_recipe(arguments.recipe, arguments.set)
+    refuse_unbuilt(recipe)
+    layers = _layers(arguments.layers)
+    from headstart.scripts import features
+
+    features.run(
+        recipe,
+        arguments.output,
+        storage=arguments.dtype,
+        limit=arguments.limit,
+        layers=layers,
+        head=arguments.head,
+        device=arguments.device,
+    )
+
+
 def _tune(arguments: argparse.Namespace) -> None:
     from headstart.eval import tune
 
@@ -261,12 +289,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _import(arguments: argparse.Namespace) -> None:
-    layers = None
-    if arguments.layers:
-        words = arguments.layers.split(",")
-        if not all(word.strip().isdecimal() for word in words):
-            raise RecipeError(f"--layers is {arguments.layers}, expected whole numbers such as 2,15,27.")
-        layers = [int(word) for word in words]
+    layers = _layers(arguments.layers)
     from headstart.scripts import export
 
     export.run_import(arguments.folder, arguments.target, arguments.output, layers=layers, dtype=arguments.dtype)
@@ -298,6 +321,15 @@ def _add_other_target(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--allow-other-target", action="store_true", help="use the head though it was trained for another target"
     )
+
+
+def _layers(text: str | None) -> list[int] | None:
+    if not text:
+        return None
+    words = text.split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        raise RecipeError(f"--layers is {text}, expected whole numbers such as 2,15,27.")
+    return [int(word) for word in words]
 
 
 def _positive(text: str) -> int:

@@ -23,7 +23,7 @@ from headstart.data import feature_cache, feature_shards
 from headstart.data.feature_cache import FeatureCache, FeatureWriter
 from headstart.data.feature_codec import bytes_per_token, dequantise, quantise
 from headstart.data.feature_key import cache_key, row_hash
-from headstart.data.features import compute, hashes, jobs, sequence_features
+from headstart.data.features import compute, hashes, jobs, sequence_features, share_of
 from headstart.data.packing import RowStore, collate
 from headstart.data.progress import Progress
 from headstart.errors import DataError
@@ -38,11 +38,10 @@ def fill(
 ) -> FeatureCache:  # fmt: skip
     """Writes what is missing of these rows, as one of `world_size` processes does; the cache as a reader finds it."""
     target, recipe = tiny.target(), recipe or cases.recipe()
-    with FeatureWriter(
-        folder, cache_key(target, recipe, LAYERS, storage), writer=writer, shard_bytes=shard_bytes
-    ) as to:
-        compute(to, target, jobs(to, [rows], recipe)[writer::world_size], Progress("computing"))
-    return FeatureCache(folder, cache_key(target, recipe, LAYERS, storage))
+    key = cache_key(target, recipe, LAYERS, storage)
+    with FeatureWriter(folder, key, writer=writer, shard_bytes=shard_bytes) as cache:
+        compute(cache, target, share_of(jobs(cache, [rows], recipe), writer, world_size), Progress("computing"))
+    return FeatureCache(folder, key)
 
 
 def contents(cache: FeatureCache) -> dict[bytes, dict[str, torch.Tensor]]:
@@ -188,11 +187,13 @@ def test_two_writers_fill_disjoint_parts_and_a_reader_sees_the_union(tmp_path):
     second = FeatureWriter(tmp_path / "two", key, writer=1)
     todo = jobs(first, [rows], recipe)
     assert [job.sequence for job in todo] == [job.sequence for job in jobs(second, [rows], recipe)]
-    compute(second, target, todo[1::2], Progress("second"))
+    compute(second, target, share_of(todo, 1, 2), Progress("second"))
     assert len(second) == 10 and len(first) == 0
     first.refresh()
     assert len(first) == 10
-    compute(first, target, todo[0::2], Progress("first"))
+    late = share_of(jobs(first, [rows], recipe), 0, 2)  # listed when the other has written already: the same share
+    assert [job.sequence for job in late] == [job.sequence for job in share_of(todo, 0, 2)]
+    compute(first, target, late, Progress("first"))
     first.close()
     second.close()
     same(straight, FeatureCache(tmp_path / "two", key))
