@@ -31,10 +31,12 @@ LOAD = """
 import json, sys
 import torch
 from safetensors.torch import load_file
-from speculators import SpeculatorModel
+from speculators import Eagle3SpeculatorConfig, SpeculatorModel
 
 folder, text, out = sys.argv[1:]
-model = SpeculatorModel.from_pretrained(folder).eval()
+config = Eagle3SpeculatorConfig.from_pretrained(folder)
+config.transformer_layer_config._attn_implementation = "eager"  # the other one takes lengths of 128 alone
+model = SpeculatorModel.from_pretrained(folder, config=config).eval()
 held, state = load_file(folder + "/model.safetensors"), model.state_dict()
 same = {n: n in state and state[n].dtype == t.dtype and torch.equal(state[n], t) for n, t in held.items()}
 logits = []
