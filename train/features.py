@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from headstart.recipe import Recipe
 from headstart.target import Features, Target
 
 
+@runtime_checkable
 class FeatureSource(Protocol):
     """What gives the features of a batch to the head. The caller turns gradients and autocast off."""
 
