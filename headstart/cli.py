@@ -81,6 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_recipe(verb)
     verb.add_argument("--output", required=True, metavar="FILE", help="where the conversations go (.jsonl)")
     verb.add_argument("--limit", type=_positive, metavar="N", help="answer the first N prompts of each source only")
+    verb.add_argument("--features", metavar="DIR", help="keep the target's states of its answers in this cache too")
     _add_device(verb)
 
     verb = _verb(data_verbs, "features", _data_features, "write the target's states, for training without the target")
@@ -199,7 +200,14 @@ def _data_distill(arguments: argparse.Namespace) -> None:
     refuse_unbuilt(recipe)
     from headstart.scripts import distill
 
-    distill.run(recipe, arguments.output, limit=arguments.limit, device=arguments.device, dtype=arguments.dtype)
+    distill.run(
+        recipe,
+        arguments.output,
+        limit=arguments.limit,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        features=arguments.features,
+    )
 
 
 def _data_features(arguments: argparse.Namespace) -> None:
