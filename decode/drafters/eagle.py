@@ -229,8 +229,9 @@ class EagleDrafter:
 
     def _draw(
         self, logits: Float[Tensor, "rows columns"], rows: Rows, going: list[bool]
-    ) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows columns"]]:
-        """One column per row, and the distribution that it was drawn from: zeros where the argmax was taken.
+    ) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows drawn"]]:
+        """One column per row, and the distribution that it was drawn from: zeros where the argmax was taken, and no
+        column at all where every row is greedy.
 
         A row spends a number of its own stream on every draft that it makes, and on no other.
         """
