@@ -144,5 +144,5 @@ def _own_device() -> str | None:
     return f"cuda:{local}" if local is not None and torch.cuda.is_available() else None
 
 
-def _size(count: float) -> str:
+def _size(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

@@ -7,7 +7,6 @@ import json
 import pytest
 import tiny
 import torch
-import train_cases as cases
 
 from headstart import cli
 from headstart.data.capture import padded
@@ -18,6 +17,7 @@ from headstart.data.features import hashes, sequence_features
 from headstart.data.packing import RowStore, collate
 from headstart.data.prepare import prepare
 from headstart.data.rendering import Row
+from headstart.heads.configs import Eagle3Config, EagleConfig, MedusaConfig
 from headstart.heads.store import build_head
 from headstart.recipe import load_recipe
 from headstart.target import Features, load_target
@@ -32,6 +32,13 @@ data:
   max_length: 40
   distill: {max_new_tokens: 3, temperature: 0.0, batch_size: 3}
 """
+
+
+HEADS = [
+    MedusaConfig(num_heads=3),
+    EagleConfig(unrolled_steps=3),
+    Eagle3Config(unrolled_steps=3, layers=[1, 2, 3]),
+]
 
 
 def test_a_distilled_row_has_the_states_of_its_own_forward_up_to_its_last_label(tmp_path, monkeypatch, capsys):
@@ -64,17 +71,16 @@ def test_a_distilled_row_has_the_states_of_its_own_forward_up_to_its_last_label(
     assert all(row in FeatureCache(tmp_path / "cache", cache.wanted) for row in hashes(rows))
 
 
-def test_no_loss_reads_what_stands_behind_the_last_label():
+@pytest.mark.parametrize("settings", HEADS)
+def test_no_loss_reads_what_stands_behind_the_last_label(settings):
     target = tiny.target(dtype=torch.float64)
-    head = build_head(cases.recipe("head.dropout=0").head, target).double()
+    head = build_head(settings, target).double().eval()
     row = Row("row", list(range(60, 76)), [4 <= place < 13 for place in range(16)])
     batch = collate([row], [[0]])
     features = sequence_features(target, batch, head.wants)
-    cut = features.final.clone()
-    cut[0, 12:] = 0  # the last label is token 12
-    whole, shortened = (
-        head(states, batch, target.embedding, target.output) for states in (features, Features(cut, {}))
-    )
+    inside = torch.arange(16)[:, None] < 12  # the last label is token 12
+    cut = Features(features.final * inside, {k: tap * inside for k, tap in features.taps.items()})
+    whole, shortened = (head(states, batch, target.embedding, target.output) for states in (features, cut))
     assert torch.equal(whole.loss_sum, shortened.loss_sum) and torch.equal(whole.hits, shortened.hits)
 
 
