@@ -15,13 +15,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from headstart.data.formats import parse
 from headstart.data.messages import Conversation, Message, SkipRow
 from headstart.data.progress import Progress
 from headstart.data.rendering import ChatRenderer
@@ -50,9 +52,15 @@ class Answer:
     text: str
     cut: bool
     num_tokens: int = 0
+    token_ids: Sequence[int] = ()
+    """Prompt and answer as the target read them, where `states` come along."""
+    states: Mapping[str, Tensor] | None = None
+    """The target's states of the first of these tokens, under the names of the feature cache, each [tokens, dim]."""
 
 
 Generate = Callable[[Iterator[Question]], Iterable[Answer]]
+Finished = Callable[[Conversation, Answer], None]
+"""Is given every conversation as it will be read again, with its last answer."""
 
 
 @dataclass
@@ -76,12 +84,14 @@ def distill(
     seed: int = 0,
     max_prompt_tokens: int | None = None,
     progress: Progress | None = None,
+    finished: Finished | None = None,
 ) -> SkipReport:
     """Answers every user turn of every prompt in sequence; other people's answers in the prompts are left out.
 
     Appends {"row_id", "kind", "topic", "messages", "cut", "temperature"} lines to `output`. An answer that is cut, or
     empty, ends its conversation. settings: what the answers depend on (target, lengths, sampling); they are kept beside
     the output, and going on with other ones is refused. max_prompt_tokens: longer prompts are skipped and counted.
+    finished: is told of every conversation once its line is written.
     Returns the count of prompts and of those skipped, by reason; what an earlier run answered counts as kept.
     """
     output = Path(output)
@@ -112,8 +122,11 @@ def distill(
                     follow_ups.append(chat)
                     shown.add(0, answer.num_tokens)
                     continue
-                lines.write(_line(chat, answer.cut, temperature))
+                row = _finished(chat, answer.cut, temperature)
+                lines.write(json.dumps(row, ensure_ascii=False) + "\n")
                 lines.flush()
+                if finished is not None:
+                    finished(parse(row, origin=str(output), row_id=row["row_id"]), answer)
                 shown.add(1, answer.num_tokens)
             more = bool(follow_ups)
     if waiting:
@@ -131,6 +144,7 @@ def run(
     generate: Generate,
     limit: int | None = None,
     max_prompt_tokens: int | None = None,
+    finished: Finished | None = None,
 ) -> SkipReport:
     """`headstart data distill`: answers the prompts of all sources of a recipe, held-out ones too; prints the counts.
 
@@ -158,6 +172,7 @@ def run(
         seed=recipe.seed,
         max_prompt_tokens=max_prompt_tokens,
         progress=progress,
+        finished=finished,
     )
     for source_report in reports.values():
         print(source_report.summary())
@@ -199,12 +214,13 @@ def _ask(chat: _Chat, renderer: ChatRenderer, seed: int, max_prompt_tokens: int 
     return Question(request_id, tuple(chat.said), prompt_ids, int.from_bytes(digest[:4]))
 
 
-def _line(chat: _Chat, cut: bool, temperature: float) -> str:
+def _finished(chat: _Chat, cut: bool, temperature: float) -> dict[str, Any]:
+    """The row of a conversation, as the output has it."""
     messages = chat.said
     if not messages[-1]["content"].strip() and chat.num_asked > 1:  # an empty later answer must not spoil the first
         last = max(turn for turn, message in enumerate(messages[:-1]) if message["role"] == "assistant")
         messages, cut = messages[: last + 1], False
-    row = {
+    return {
         "row_id": chat.conversation.row_id,
         "kind": chat.conversation.kind,
         "topic": chat.conversation.topic,
@@ -212,7 +228,6 @@ def _line(chat: _Chat, cut: bool, temperature: float) -> str:
         "cut": cut,
         "temperature": temperature,
     }
-    return json.dumps(row, ensure_ascii=False) + "\n"
 
 
 def _written(output: Path) -> set[str]:

@@ -10,6 +10,7 @@ turn, so ranks share no row, lose none, and take the same number of steps.
 
 from __future__ import annotations
 
+import itertools
 import random
 from bisect import bisect_left, insort
 from collections.abc import Sequence
@@ -71,6 +72,17 @@ class TokenBatch:
         """Tokens without the padding."""
         return int((self.document_ids >= 0).sum())
 
+    def sequence(self, line: int) -> TokenBatch:
+        """One sequence alone, without its padding (one token of it where there is nothing else)."""
+        length = max(1, int((self.document_ids[line] >= 0).sum()))  # padding stands behind the documents
+        return TokenBatch(**{field.name: getattr(self, field.name)[line : line + 1, :length] for field in fields(self)})
+
+    def documents(self, line: int) -> list[slice]:
+        """Where the documents of a sequence stand, in order."""
+        counts = torch.bincount(self.document_ids[line] + 1)[1:].tolist()
+        ends = list(itertools.accumulate(counts))
+        return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
     def to(self, device: torch.device | str) -> TokenBatch:
         return TokenBatch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
@@ -107,6 +119,10 @@ class RowStore(Sequence[Row]):
     def lengths(self) -> list[int]:
         """Tokens of every row."""
         return [len(ids) for ids in self._ids]
+
+    def arrays(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """The ids and the mask of a row."""
+        return self._ids[index], self._supervised[index]
 
     def take(self, numbers: Sequence[int]) -> RowStore:
         """A store of these rows, in this order, over the same arrays."""

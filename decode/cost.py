@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 
@@ -20,6 +20,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from headstart.decode.drafters.base import NoDraft, Request, Rows
+from headstart.decode.drafters.plans import DynamicTree, Plan, StaticTree, as_plan, chain_paths
 from headstart.decode.engine import WIDTHS, Engine
 from headstart.decode.tree import Path, TokenTree
 from headstart.target import Target
@@ -37,6 +38,47 @@ class RankedAnswer:
     ranks: Int[Tensor, "bases depth"]
     """Base b is the step whose first draft is answer token b (0-based), one base per token. [b, d]: the rank of token
     b + d among the drafts for depth d + 1; -1 where it is none of them or lies behind the answer."""
+
+
+@dataclass(frozen=True)
+class GrownAnswer:
+    """One answer of the target's with the dynamic trees that a head grows along it, all of one width."""
+
+    width: int
+    before: Int[Tensor, "bases levels levels"]
+    """Bases as in RankedAnswer. [b, d, l]: candidates of level l + 1 that a tree keeps before token b + d; -1 where
+    that token is no candidate. Levels further down than the tree is deep do not count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftCosts:
+    """Median seconds of drafting for one step, of a head that runs once per level."""
+
+    first: float
+    """Of taking in what was accepted, and drafting the first level from it."""
+    static_level: dict[int, float]
+    """Of each further level of a static tree, by the number of nodes expanded in it."""
+    dynamic_level: dict[int, float]
+    """The same for a dynamic tree, choosing its nodes included."""
+
+    def of(self, plan: Plan | Sequence[Path]) -> float:
+        """Seconds of drafting a whole tree; widths between measured ones lie on the line between them."""
+        plan = as_plan(plan)
+        if isinstance(plan, DynamicTree):
+            return self.first + (plan.depth - 1) * _between(self.dynamic_level, plan.width)
+        paths = plan.paths if isinstance(plan, StaticTree) else chain_paths(plan.length)
+        expanded = Counter(len(path) for path in {path[:-1] for path in paths} if path)
+        return self.first + sum(_between(self.static_level, width) for width in expanded.values())
+
+
+def _between(points: dict[int, float], at: int) -> float:
+    """Linear between measured points, and beyond the last along the last line."""
+    known = sorted(points)
+    if at <= known[0] or len(known) == 1:
+        return points[known[0]]
+    right = next((place for place, one in enumerate(known) if one >= at), len(known) - 1)
+    low, high = known[right - 1], known[right]
+    return points[low] + (points[high] - points[low]) * (at - low) / (high - low)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,17 +155,29 @@ def replay(answer: RankedAnswer, paths: Sequence[Path]) -> list[tuple[int, int]]
     Steps that the answer's end cuts short are left out, as `StepRecord.cut` does while decoding: those that would emit
     past an end token or a length limit.
     """
-    nodes = set(paths)
-    steps = []
-    table = answer.ranks.tolist()
-    base = 0
-    while base < len(table):
+    nodes, accepted = set(paths), []
+    for row in answer.ranks.tolist():
         depth = 0
-        while depth < len(table[base]) and tuple(table[base][: depth + 1]) in nodes:
+        while depth < len(row) and tuple(row[: depth + 1]) in nodes:
             depth += 1
-        if base + depth < len(table):
-            steps.append((base, depth))
-        base += depth + 1
+        accepted.append(depth)
+    return _steps(accepted)
+
+
+def replay_grown(answer: GrownAnswer, depth: int, num_nodes: int) -> list[tuple[int, int]]:
+    """The same with dynamic trees of `depth` levels, cut to `num_nodes` nodes (root included)."""
+    kept = answer.before[:, :depth, :depth]
+    inside = (kept[..., 0] >= 0) & (kept.sum(-1) < num_nodes - 1)
+    return _steps(inside.cumprod(-1).sum(-1).tolist())
+
+
+def _steps(accepted: Sequence[int]) -> list[tuple[int, int]]:
+    """The steps along an answer, given how many drafts each base accepts."""
+    steps, base = [], 0
+    while base < len(accepted):
+        if base + accepted[base] < len(accepted):
+            steps.append((base, accepted[base]))
+        base += accepted[base] + 1
     return steps
 
 
@@ -175,9 +229,14 @@ class Forecast:
 
 
 def tune(
-    answers: Sequence[RankedAnswer], costs: CostCurve, draft_seconds: float, sizes: Sequence[int] = SIZES
+    answers: Sequence[RankedAnswer],
+    costs: CostCurve,
+    draft_seconds: float | DraftCosts,
+    sizes: Sequence[int] = SIZES,
 ) -> dict[int, Forecast]:
     """The best tree of every size with its forecast, by number of nodes; size 1 is plain decoding.
+
+    draft_seconds: one number for heads that draft all depths at once, else the costs of levels.
 
     τ is forecast crosswise: trees chosen on the even answers are scored on the odd ones and the other way round.
     """
@@ -192,12 +251,59 @@ def tune(
             for paths in [grow_tree(chosen_on or scored_on, size)]
             for answer in scored_on
         ]
-        tau = mean_tokens(runs)
-        speedup = tau * costs.at(1) / (costs.at(size) + draft_seconds)
-        forecasts[size] = Forecast(paths=grow_tree(answers, size), acceptance_length=tau, speedup=speedup)
+        tau, paths = mean_tokens(runs), grow_tree(answers, size)
+        drafting = draft_seconds.of(paths) if isinstance(draft_seconds, DraftCosts) else draft_seconds
+        speedup = tau * costs.at(1) / (costs.at(size) + drafting)
+        forecasts[size] = Forecast(paths=paths, acceptance_length=tau, speedup=speedup)
     return forecasts
 
 
-def best_size(forecasts: dict[int, Forecast]) -> int:
+@dataclass(frozen=True, kw_only=True)
+class DynamicForecast:
+    """What one dynamic tree should yield on this device."""
+
+    plan: DynamicTree
+    acceptance_length: float
+    """τ on answers that depth and width were not chosen on."""
+    speedup: float
+    """Over plain decoding: τ * t(1) / (t(n) + drafting)."""
+
+
+def tune_dynamic(
+    answers: Mapping[int, Sequence[GrownAnswer]],
+    costs: CostCurve,
+    draft_costs: DraftCosts,
+    sizes: Sequence[int] = SIZES,
+) -> dict[int, DynamicForecast]:
+    """The best depth and width of dynamic trees of every size but 1, each with its forecast.
+
+    answers: the same answers by width, each grown to the greatest depth that is tried. As in `tune`, τ is forecast
+    crosswise, and it stands beside the static tree of equal size there.
+    """
+
+    def seconds(plan: DynamicTree) -> float:
+        return costs.at(plan.num_nodes) + draft_costs.of(plan)
+
+    def best(runs: dict[DynamicTree, list[list[tuple[int, int]]]], half: slice) -> DynamicTree:
+        return max(runs, key=lambda plan: mean_tokens(runs[plan][half]) / seconds(plan))
+
+    even, odd, everything = slice(0, None, 2), slice(1, None, 2), slice(None)
+    forecasts = {}
+    for size in sizes:
+        if size == 1:
+            continue
+        runs = {
+            DynamicTree(depth=depth, width=width, num_nodes=size): [replay_grown(one, depth, size) for one in grown]
+            for width, grown in answers.items()
+            for depth in range(1, 1 + min(size - 1, grown[0].before.shape[1]))
+        }
+        scored = [*runs[best(runs, even)][odd], *runs[best(runs, odd)][even]]
+        plan, tau = best(runs, everything), mean_tokens(scored)
+        speedup = tau * costs.at(1) / seconds(plan)
+        forecasts[size] = DynamicForecast(plan=plan, acceptance_length=tau, speedup=speedup)
+    return forecasts
+
+
+def best_size(forecasts: Mapping[int, Forecast] | Mapping[int, DynamicForecast]) -> int:
     """The number of nodes with the highest predicted tokens per second; of equals the smaller."""
     return max(forecasts, key=lambda size: (forecasts[size].speedup, -size))

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from headstart.decode.norms import one_kernel_norms
-from headstart.decode.prepack import LeanLinear, packed_linears, pass_seconds, plain_linears
-from headstart.decode.swapped import LARGEST_CHANGE, Swapped, swap
+from headstart.decode.prepack import LeanLinear, PackedLinear, packed_linears, pass_seconds, plain_linears
+from headstart.decode.swapped import LARGEST_CHANGE, Swapped, put, swap
 from headstart.target import Target
 
 ROWS = (1, 8)
@@ -32,7 +32,7 @@ def make_faster(target: Target) -> frozenset[str]:
     if target.swapped or torch.device(target.device).type != "cpu" or target.dtype not in LARGEST_CHANGE:
         return target.swapped
     swapped = set()
-    if norms := one_kernel_norms(target):
+    if norms := one_kernel_norms(target.model):
         swapped |= _swapped(target, "norms", norms)
     if linears := _faster_linears(target):
         swapped |= _swapped(target, "linears", linears)
@@ -50,7 +50,7 @@ def _swapped(target: Target, what: str, modules: Mapping[str, nn.Module]) -> set
 
 def _faster_linears(target: Target) -> dict[str, nn.Module]:
     """Prepacked linear layers where a pass through them is faster, else lean ones."""
-    plain = plain_linears(target)
+    plain = plain_linears(target.model)
     lean = {name: LeanLinear(linear) for name, linear in plain.items()}
     try:
         packed = packed_linears(plain)
@@ -61,6 +61,16 @@ def _faster_linears(target: Target) -> dict[str, nn.Module]:
         warnings.warn(f"prepacked linears are not available ({reason}); decoding uses the plain ones", stacklevel=3)
         return {**lean}
     return {**packed} if sum(arms["packed"] - arms["lean"] for arms in seconds) < 0 else {**lean}
+
+
+def make_head_faster(head: nn.Module, target: Target) -> None:
+    """Gives a head that drafts for this target the kinds of modules that were found faster for the target."""
+    if "norms" in target.swapped:
+        put(head, one_kernel_norms(head))
+    if "linears" in target.swapped:
+        plain = plain_linears(head)
+        packs = any(isinstance(module, PackedLinear) for module in target.model.modules())
+        put(head, packed_linears(plain) if packs else {name: LeanLinear(one) for name, one in plain.items()})
 
 
 def shared_copy(target: Target) -> Target:

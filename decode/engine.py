@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from headstart.decode.attention import IMPLEMENTATION, prefill_mask, tree_mask
 from headstart.decode.cache import KVCache
-from headstart.decode.drafters.base import Committed, Drafter, Request, Rows
+from headstart.decode.drafters.base import Committed, Drafter, Request, Rows, take
 from headstart.decode.tree import TokenTree
 from headstart.decode.verify import Verified, verify
 from headstart.errors import HeadstartError
@@ -174,6 +174,7 @@ class Engine:
         for request, limit in zip(requests, self._limits[first:], strict=True):
             count = 0 if request.settings.greedy else limit - len(request.prompt_ids)
             self._uniforms.append(request.settings.uniforms(count).tolist())
+            self.rows.streams.append(request.settings.draft_stream())
         room = max(self._limits) + _padded_width(self.budget)
         self.cache.grow(min(self.batch_size, max(len(self.rows), self.cache.slots)), room)
         self.cache.join(len(requests))
@@ -208,6 +209,7 @@ class Engine:
         rows = self.rows
         rows.requests = [rows.requests[row] for row in keep]
         rows.ids = [rows.ids[row] for row in keep]
+        rows.streams = [rows.streams[row] for row in keep]
         self._done = [self._done[row] for row in keep]
         self._limits = [self._limits[row] for row in keep]
         self._uniforms = [self._uniforms[row] for row in keep]
@@ -236,7 +238,8 @@ class Engine:
         cache.begin(0, len(rows))
         features = self._forward(tree.tokens, *tree_mask(tree.topology, lengths, cache.key_length(tree.num_nodes)))
         logits = self.target.output.logits(features.final)
-        verdicts = verify(tree, logits, [request.settings for request in rows.requests], self._next_uniforms(tree))
+        settings = [request.settings for request in rows.requests]
+        verdicts = verify(tree, logits, settings, self._next_uniforms(tree), *self._next_trials(tree))
         verified = self._now()
 
         context = list(cache.lengths)
@@ -291,7 +294,7 @@ class Engine:
         assert tree.num_nodes <= self.budget, (self.drafter.name, tree.num_nodes, self.budget)
         tokens = tree.tokens.clone()
         tokens[:, 0] = self.rows.roots()
-        return TokenTree(tokens, tree.topology).padded(_padded_width(tree.num_nodes))
+        return replace(tree, tokens=tokens).padded(_padded_width(tree.num_nodes))
 
     def _next_uniforms(self, tree: TokenTree) -> Float[Tensor, "batch levels"]:
         """Each row's random numbers for the tokens it may emit in this step, indexed by depth."""
@@ -304,6 +307,17 @@ class Engine:
             part = stream[start : start + levels]
             numbers.append(part + [0.0] * (levels - len(part)))
         return torch.tensor(numbers, dtype=torch.float64, device=self.rows.device)
+
+    def _next_trials(self, tree: TokenTree) -> list[Float[Tensor, "batch levels"]]:
+        """For drawn trees, one more number for each draft, from the row's second stream: does it stay? Else nothing."""
+        if tree.drawn is None:
+            return []
+        depths = (tree.topology.depth * tree.topology.valid).amax(1).tolist()
+        trials = torch.zeros(len(depths), max(max(depths), 1), dtype=torch.float64)
+        for row, depth in enumerate(depths):
+            if tree.drawn.sampled[row]:
+                trials[row, :depth] = torch.from_numpy(self.rows.streams[row].random(depth))
+        return [trials.to(self.rows.device)]
 
     def _end(
         self, row: int, verdict: Verified
@@ -343,8 +357,7 @@ class Engine:
         paths = torch.tensor([verdict.path + [0] * (most - len(verdict.path)) for verdict in verdicts])
         paths = paths.to(self.rows.device)
         rows = torch.arange(len(verdicts), device=paths.device)[:, None]
-        taken = Features(features.final[rows, paths], {k: tap[rows, paths] for k, tap in features.taps.items()})
-        return Committed(tree.tokens[rows, paths], counts, taken)
+        return Committed(tree.tokens[rows, paths], counts, take(features, rows, paths))
 
     def _now(self) -> float:
         if self.rows.device.type == "cuda":

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from headstart.borrowed import weight_of
 from headstart.decode.swapped import Swapped
-from headstart.target import Target
 
 TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-5}
 """Largest difference from the model's own norm, relative to its largest output, that is taken for rounding."""
@@ -38,13 +37,13 @@ class OneKernelRMSNorm(Swapped):
 
 
 @torch.no_grad()
-def one_kernel_norms(target: Target) -> dict[str, OneKernelRMSNorm]:
-    """A replacement for each RMS norm of the model over a vector of its weight's size, by name.
+def one_kernel_norms(root: nn.Module) -> dict[str, OneKernelRMSNorm]:
+    """A replacement for each RMS norm of a model or a head over a vector of its weight's size, by name.
 
     What a norm does is not told by its class: a replacement is offered where it gives the norm's own output.
     """
     found = {}
-    for name, module in target.model.named_modules():
+    for name, module in root.named_modules():
         weight = getattr(module, "weight", None)
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
         if "RMSNorm" not in type(module).__name__ or eps is None or not isinstance(weight, Tensor) or weight.dim() != 1:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from headstart.decode.swapped import Swapped
-from headstart.target import Target
 
 ROWS_HINT = 8
 """Rows that the layout is chosen for; measured to be as good for 1 to 64."""
@@ -88,9 +87,9 @@ class _Product:
         return part
 
 
-def plain_linears(target: Target) -> dict[str, nn.Linear]:
-    """The linear layers of the model that nothing stands in for, by name."""
-    return {name: module for name, module in target.model.named_modules() if type(module) is nn.Linear}
+def plain_linears(root: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers of a model or a head that nothing stands in for, by name."""
+    return {name: module for name, module in root.named_modules() if type(module) is nn.Linear}
 
 
 def packed_linears(linears: Mapping[str, nn.Linear]) -> dict[str, PackedLinear]:

@@ -2,15 +2,19 @@
 
 A row's randomness is one stream of uniforms indexed by the position of the token in the answer, fixed by the seed. The
 k-th new token is always drawn by inverting the distribution at the k-th uniform, so a seed gives the same text in any
-batch, with any drafter whose trees are deterministic, and without one; and no number is ever used twice.
+batch, with any drafter whose trees are deterministic, and without one. A drafter that draws its tokens needs further
+numbers, for the drafts and for the trials that accept or reject them: they come, one after the other, from a second
+stream of the row, which nothing else reads. No number is ever used twice.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -70,6 +74,11 @@ class SamplingSettings:
         generator = torch.Generator().manual_seed(self.seed)
         return torch.rand(count, generator=generator, dtype=torch.float64)
 
+    def draft_stream(self) -> np.random.Generator:
+        """The row's second stream, for drafts and their trials: a generator of another kind, so that no seed's second
+        stream is any seed's first. (torch's keeps 32 bits of a seed: an offset would not tell streams apart.)"""
+        return np.random.Generator(np.random.Philox(key=self.seed))
+
 
 def probabilities(logits: Float[Tensor, "rows vocab"], settings: SamplingSettings) -> Float[Tensor, "rows vocab"]:
     """The distribution that tokens are drawn from, in float64: for the target and for any drafter alike.
@@ -102,11 +111,16 @@ def choose(
 ) -> Int[Tensor, "rows"]:
     """One token per row: the argmax where the row is greedy, else drawn at the row's uniform."""
     tokens = logits.argmax(-1)
+    for rows in group_by_distribution(settings):
+        index = torch.tensor(rows, device=logits.device)
+        tokens[index] = draw(probabilities(logits[index], settings[rows[0]]), uniform[index])
+    return tokens
+
+
+def group_by_distribution(settings: Sequence[SamplingSettings]) -> list[list[int]]:
+    """Rows that share their logits processing, together; greedy rows are in no group."""
     groups: dict[tuple, list[int]] = {}
     for row, setting in enumerate(settings):
         if not setting.greedy:
             groups.setdefault(setting.distribution_key(), []).append(row)
-    for rows in groups.values():
-        index = torch.tensor(rows, device=logits.device)
-        tokens[index] = draw(probabilities(logits[index], settings[rows[0]]), uniform[index])
-    return tokens
+    return list(groups.values())

@@ -34,17 +34,18 @@ def swap(target: Target, modules: Mapping[str, nn.Module]) -> float:
     Returns their mean change in standard deviations; where it is above LARGEST_CHANGE the model is as it was before.
     """
     before, plain = _few_logits(target), {name: target.model.get_submodule(name) for name in modules}
-    _put(target, modules)
+    put(target.model, modules)
     change = float((_few_logits(target) - before).abs().mean() / before.std().clamp(min=1e-12))
     if not change <= LARGEST_CHANGE[target.dtype]:
-        _put(target, plain)
+        put(target.model, plain)
     return change
 
 
-def _put(target: Target, modules: Mapping[str, nn.Module]) -> None:
+def put(root: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+    """Puts the modules into a model or a head, by name."""
     for name, module in modules.items():
         parent, _, own = name.rpartition(".")
-        setattr(target.model.get_submodule(parent), own, module)
+        setattr(root.get_submodule(parent), own, module)
 
 
 @torch.no_grad()

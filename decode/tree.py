@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headstart.errors import HeadstartError
@@ -132,12 +132,29 @@ def sort_paths(paths: Sequence[Sequence[int]], max_depth: int, max_rank: int) ->
 
 
 @dataclass(frozen=True, eq=False)
+class DrawnFrom:
+    """The exact distributions that the tokens of sampled chains were drawn from: what verifying them divides by.
+
+    Kept over the draft vocabulary, not the target's: a drafter's whole batch draws from the same columns.
+    """
+
+    probs: Float[Tensor, "batch drafts columns"]
+    """[b, i]: what node i + 1 of row b was drawn from."""
+    ids: Int[Tensor, "columns"]
+    """Target id of each column; all different."""
+    sampled: list[bool]
+    """Per row, whether it was drawn at all; the others are deterministic, and their `probs` mean nothing."""
+
+
+@dataclass(frozen=True, eq=False)
 class TokenTree:
     """A batch of candidate trees."""
 
     tokens: Int[Tensor, "batch nodes"]
     """Token of each node; whatever stands at an invalid node is never emitted."""
     topology: Topology
+    drawn: DrawnFrom | None = None
+    """Where tokens were drawn and not chosen; then every tree of the batch is a chain."""
 
     @property
     def num_nodes(self) -> int:
@@ -147,4 +164,5 @@ class TokenTree:
         extra = width - self.num_nodes
         if extra <= 0:
             return self
-        return TokenTree(torch.nn.functional.pad(self.tokens, (0, extra)), self.topology.padded(width))
+        tokens = torch.nn.functional.pad(self.tokens, (0, extra))
+        return TokenTree(tokens, self.topology.padded(width), self.drawn)

@@ -17,12 +17,12 @@ from torch.nn import functional
 from headstart.borrowed import Embedding, OutputHead, SelectedRows
 from headstart.data.packing import TokenBatch
 from headstart.errors import HeadError
-from headstart.heads.base import Alignment, HeadOutput
+from headstart.heads.base import Alignment, Head, HeadOutput
 from headstart.heads.chunked import ChunkedLoss
 from headstart.heads.configs import MedusaConfig
 from headstart.heads.losses import needs_teacher
 from headstart.heads.vocab import DraftVocab
-from headstart.target import Features
+from headstart.target import Features, Target
 
 
 class ResidualBlock(nn.Module):
@@ -44,7 +44,7 @@ class ResidualBlock(nn.Module):
         return states + functional.silu(inner + bias)
 
 
-class MedusaHead(nn.Module):
+class MedusaHead(Head):
     """All Medusa heads of one target.
 
     vocab: the draft vocabulary, None for the target's whole one. vocab_size: rows of the target's output weight.
@@ -52,18 +52,10 @@ class MedusaHead(nn.Module):
     [heads, draft, dim]; `output: low-rank` adds `output_down` [heads, rank, dim] and `output_up` [heads, draft, rank].
     """
 
-    wants: tuple[int, ...] = ()
-    """It reads the final state alone."""
+    config: MedusaConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, config: MedusaConfig, *, hidden_size: int, vocab_size: int, vocab: DraftVocab | None = None):
-        super().__init__()
-        _check_vocab(config, vocab_size, vocab)
-        if "reverse-kl" in config.loss_weights and config.teacher_top_k is not None:
-            raise HeadError(
-                "loss reverse-kl needs the target's whole distribution, but teacher_top_k is "
-                f"{config.teacher_top_k}; set it to null"
-            )
-        self.config, self.hidden_size, self.vocab_size, self.vocab = config, hidden_size, vocab_size, vocab
+        super().__init__(config, hidden_size=hidden_size, vocab_size=vocab_size, vocab=vocab)
         heads, draft = config.num_heads, self.draft_vocab_size
         self.blocks = nn.ModuleList(ResidualBlock(heads, hidden_size) for _ in range(config.num_layers))
         self.output_weight = self.output_down = self.output_up = None
@@ -76,17 +68,11 @@ class MedusaHead(nn.Module):
             self.output_up = nn.Parameter(torch.zeros(heads, draft, config.rank))
 
     @property
-    def draft_vocab_size(self) -> int:
-        return self.vocab_size if self.vocab is None else len(self.vocab)
-
-    @property
-    def draft_ids(self) -> Int[Tensor, "draft"] | None:
-        """Target ids of the draft vocabulary, None for all."""
-        return None if self.vocab is None else self.vocab.ids
+    def num_depths(self) -> int:
+        return self.config.num_heads
 
     @staticmethod
     def axis_names(name: str) -> tuple[str, ...]:
-        """What the axes of a tensor of the state dict are, in the words of the configuration: for messages."""
         return {
             "weight": ("num_heads", "hidden_size", "hidden_size"),
             "bias": ("num_heads", "hidden_size"),
@@ -96,10 +82,10 @@ class MedusaHead(nn.Module):
             "ids": ("draft_vocab_size",),
         }[name.rpartition(".")[2]]
 
-    def initialise_output(self, output: OutputHead) -> None:
+    def initialise(self, target: Target) -> None:
         """Own output matrices start as copies of the target's rows, its logit scale included."""
         if self.output_weight is not None:
-            rows = output.weight_rows(self.draft_ids) * output.scale
+            rows = target.output.weight_rows(self.draft_ids) * target.output.scale
             with torch.no_grad():
                 self.output_weight.copy_(rows.expand_as(self.output_weight))
 
@@ -114,7 +100,7 @@ class MedusaHead(nn.Module):
         rows = output.select(self.draft_ids) if shares_rows or needs_teacher(weights) else None
         loss = ChunkedLoss(
             alignment=alignment,
-            labels=tokens if self.vocab is None else self.vocab.index_of(tokens),
+            labels=self.draft_index(tokens),
             project=lambda states, *own: self._project(states, rows, *own),
             teacher_logits=lambda final: rows.logits(final),  # pyright: ignore[reportOptionalMemberAccess]
             final=final,
@@ -178,19 +164,3 @@ class MedusaHead(nn.Module):
         down, up = (parameter[:heads] for parameter in own)
         correction = torch.einsum("...hr,hvr->...hv", torch.einsum("...hd,hrd->...hr", states.to(down.dtype), down), up)
         return logits + functional.pad(correction, (0, logits.shape[-1] - correction.shape[-1]))
-
-
-def _check_vocab(config: MedusaConfig, vocab_size: int, vocab: DraftVocab | None) -> None:
-    asked = config.draft_vocab_size
-    if asked in (None, vocab_size) and vocab is None:
-        return
-    if vocab is None or asked != len(vocab):
-        found = "none was built" if vocab is None else f"one of {len(vocab)} ids was given"
-        raise HeadError(
-            f"draft_vocab_size is {asked}, but {found}; build it with DraftVocab.build from the training data"
-        )
-    if vocab.vocab_size != vocab_size:
-        raise HeadError(
-            f"the draft vocabulary was built for {vocab.vocab_size} output rows, the target has {vocab_size}; "
-            "build it again from this target's data"
-        )

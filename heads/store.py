@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from headstart.errors import HeadError
-from headstart.heads.configs import HEADS, MedusaConfig
+from headstart.heads.base import Head
+from headstart.heads.configs import HEADS, Eagle3Config, EagleConfig, HeadConfig, MedusaConfig, UnrolledConfig
+from headstart.heads.eagle import EagleHead
+from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.medusa import MedusaHead
+from headstart.heads.starting import as_used, settings_of_start, warm_start
+from headstart.heads.unrolled import LAST_LAYER, RANDOM
 from headstart.heads.vocab import DraftVocab
 from headstart.target import Target, check_fingerprint
 
@@ -32,17 +37,56 @@ FORMAT = 1
 """Of the folder; a reader refuses a later one."""
 WEIGHTS, CONFIG = "head.safetensors", "config.json"
 VOCAB_IDS = "vocab.ids"
+_CLASSES: dict[type[HeadConfig], type[Head]] = {
+    MedusaConfig: MedusaHead,
+    EagleConfig: EagleHead,
+    Eagle3Config: Eagle3Head,
+}
 
 
-def build_head(config: MedusaConfig, target: Target, vocab: DraftVocab | None = None) -> MedusaHead:
-    """A fresh head in fp32 for this target; `vocab` as `config.draft_vocab_size` asks for (None: the whole one)."""
-    head = MedusaHead(config, hidden_size=target.hidden_size, vocab_size=target.vocab_size, vocab=vocab)
-    head.initialise_output(target.output)
+def build_head(
+    config: HeadConfig,
+    target: Target,
+    vocab: DraftVocab | None = None,
+    *,
+    read_foreign: Callable[[Path, Target], Head] | None = None,
+) -> Head:
+    """A fresh head in fp32 for this target; `vocab` as `config.draft_vocab_size` asks for (None: the whole one).
+
+    With a path in `config.init` it goes on from the head there, whose dimensions it takes where the configuration
+    leaves them open. read_foreign: reads the folder of another tool; None: folders of our own only.
+    """
+    source = None
+    if isinstance(config, UnrolledConfig):
+        if config.init not in (LAST_LAYER, RANDOM):
+            source = _starting_head(Path(config.init), target, read_foreign)
+            config = settings_of_start(config, source)
+        config = as_used(config, target)
+    head = make_head(config, hidden_size=target.hidden_size, vocab_size=target.vocab_size, vocab=vocab)
+    head.initialise(target)
+    if source is not None:
+        warm_start(head, source)
     return head
 
 
+def _starting_head(path: Path, target: Target, read_foreign: Callable[[Path, Target], Head] | None) -> Head:
+    if (path / WEIGHTS).is_file():
+        return load_head(path, target)
+    if read_foreign is None or not path.exists():
+        raise HeadError(
+            f"head.init is {path}, which holds no trained head; name a folder written by training, or `last-layer`"
+        )
+    return read_foreign(path, target)
+
+
+def make_head(config: HeadConfig, *, hidden_size: int, vocab_size: int, vocab: DraftVocab | None) -> Head:
+    """A head of the kind of its configuration, not yet initialised."""
+    kind = _CLASSES[type(config)]
+    return kind(config, hidden_size=hidden_size, vocab_size=vocab_size, vocab=vocab)
+
+
 def save_head(
-    head: MedusaHead,
+    head: Head,
     folder: str | Path,
     *,
     fingerprint: Mapping[str, Any],
@@ -85,7 +129,7 @@ def save_head(
     return folder
 
 
-def load_head(folder: str | Path, target: Target | None = None, allow_other_target: bool = False) -> MedusaHead:
+def load_head(folder: str | Path, target: Target | None = None, allow_other_target: bool = False) -> Head:
     """The head in `folder`, on the CPU, in evaluation mode and in the dtype in which it was saved, bit for bit.
 
     Every tensor of the head must be in the file once and nothing else may be. With a target, its sizes must be those
@@ -110,7 +154,7 @@ def load_head(folder: str | Path, target: Target | None = None, allow_other_targ
     tensors = _read_tensors(folder / WEIGHTS)
     ids = tensors.get(VOCAB_IDS)
     vocab = None if ids is None else DraftVocab(ids, vocab_size)
-    head = MedusaHead(config, hidden_size=hidden_size, vocab_size=vocab_size, vocab=vocab)
+    head = make_head(config, hidden_size=hidden_size, vocab_size=vocab_size, vocab=vocab)
     _check_tensors(head, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, str(folder / WEIGHTS))
     head.load_state_dict(tensors, strict=True, assign=True)
     return head.eval()
@@ -139,7 +183,7 @@ def read_description(folder: str | Path) -> dict[str, Any]:
     return description
 
 
-def _read_config(folder: Path, description: dict[str, Any]) -> MedusaConfig:
+def _read_config(folder: Path, description: dict[str, Any]) -> HeadConfig:
     kind = description["head"].get("type")
     if kind not in HEADS:
         raise HeadError(
@@ -163,7 +207,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         raise HeadError(f"{path} cannot be read ({error}); copy the head's whole folder again or train again") from None
 
 
-def _check_tensors(head: MedusaHead, found: Mapping[str, tuple[int, ...]], where: str) -> None:
+def _check_tensors(head: Head, found: Mapping[str, tuple[int, ...]], where: str) -> None:
     """Every tensor of the head once, with its shape, and nothing else."""
     expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     for name in expected.keys() & found.keys():

@@ -19,8 +19,15 @@ from pathlib import Path
 import headstart
 from headstart.errors import HeadstartError, RecipeError, disk_fault
 
-TRAINING_SCRIPTS = {"medusa": "headstart.train.medusa"}
+TRAINING_SCRIPTS = {
+    "medusa": "headstart.train.medusa",
+    "eagle": "headstart.train.eagle",
+    "eagle3": "headstart.train.eagle",
+}
 """The module that trains each type of head."""
+
+EXPORT_FORMATS = ("sglang", "speculators", "eagle", "medusa", "medusa-merged", "vllm-medusa")
+"""Layouts that a head can be written in; heads/formats knows which take which head."""
 
 # without these, accelerate asks for a configuration or warns about each one that it guessed
 _ONE_CPU_PROCESS = "--cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no".split()
@@ -74,7 +81,17 @@ def build_parser() -> argparse.ArgumentParser:
     _add_recipe(verb)
     verb.add_argument("--output", required=True, metavar="FILE", help="where the conversations go (.jsonl)")
     verb.add_argument("--limit", type=_positive, metavar="N", help="answer the first N prompts of each source only")
+    verb.add_argument("--features", metavar="DIR", help="keep the target's states of its answers in this cache too")
     _add_device(verb)
+
+    verb = _verb(data_verbs, "features", _data_features, "write the target's states, for training without the target")
+    _add_recipe(verb)
+    verb.add_argument("--output", metavar="DIR", help="the cache; default: data.feature_cache, or features/NAME")
+    verb.add_argument("--dtype", choices=("bfloat16", "int8", "float32"), help="as stored; default: the target's own")
+    verb.add_argument("--limit", type=_positive, metavar="N", help="take the first N rows of each source only")
+    verb.add_argument("--layers", metavar="A,B,C", help="hidden_states to keep; default: what the recipe's head reads")
+    verb.add_argument("--head", metavar="RUN", help="a trained head, to measure what the stored dtype costs it")
+    verb.add_argument("--device", help="cpu, cuda, cuda:1; default: the first GPU, or else the CPU")
 
     verb = _verb(verbs, "tune", _tune, "the tree for this head that is fastest on this device")
     verb.add_argument("--head", required=True, metavar="RUN", help="run folder, or the folder of a head")
@@ -101,6 +118,24 @@ def build_parser() -> argparse.ArgumentParser:
     verb.add_argument("--seed", type=int, default=0, metavar="N", help="what sampling follows from (%(default)s)")
     _add_other_target(verb)
     _add_device(verb)
+
+    verb = _verb(verbs, "export", _export, "write a head as a serving engine reads it; check such a folder")
+    verb.add_argument("--head", metavar="RUN", help="run folder, or the folder of a head")
+    verb.add_argument("--format", choices=EXPORT_FORMATS, help="sglang serves vLLM too, and the original EAGLE-3")
+    verb.add_argument("--output", metavar="DIR", help="where the export goes; a folder that exists is kept")
+    verb.add_argument("--check", nargs="?", const=True, metavar="DIR", help="check the export, or DIR alone; 1: faults")
+    verb.add_argument("--target", metavar="NAME", help="hub id, folder or bundled:NAME; default: what the head was for")
+    verb.add_argument("--target-name", metavar="ID", help="the target's hub id, for formats that name it")
+    verb.add_argument("--num-tokens", type=_positive, default=3, metavar="N", help="tokens to draft (%(default)s)")
+    verb.add_argument("--dtype", help="float32, bfloat16, ...; default: as the head was saved")
+    _add_other_target(verb)
+
+    verb = _verb(verbs, "import", _import, "make a head of a checkpoint of another tool")
+    verb.add_argument("folder", metavar="DIR", help="Medusa, EAGLE-1/2, EAGLE-3, SGLang, SpecForge or speculators")
+    verb.add_argument("--target", required=True, metavar="NAME", help="what it was trained for: hub id or folder")
+    verb.add_argument("--output", required=True, metavar="DIR", help="where the head goes")
+    verb.add_argument("--layers", metavar="A,B,C", help="hidden_states that an EAGLE-3 head reads; default: as it says")
+    verb.add_argument("--dtype", help="of the target while it is compared (bfloat16)")
     return parser
 
 
@@ -165,7 +200,33 @@ def _data_distill(arguments: argparse.Namespace) -> None:
     refuse_unbuilt(recipe)
     from headstart.scripts import distill
 
-    distill.run(recipe, arguments.output, limit=arguments.limit, device=arguments.device, dtype=arguments.dtype)
+    distill.run(
+        recipe,
+        arguments.output,
+        limit=arguments.limit,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        features=arguments.features,
+    )
+
+
+def _data_features(arguments: argparse.Namespace) -> None:
+    from headstart.recipe import load_recipe, refuse_unbuilt
+
+    recipe = load_recipe(arguments.recipe, arguments.set)
+    refuse_unbuilt(recipe)
+    layers = _layers(arguments.layers)
+    from headstart.scripts import features
+
+    features.run(
+        recipe,
+        arguments.output,
+        storage=arguments.dtype,
+        limit=arguments.limit,
+        layers=layers,
+        head=arguments.head,
+        device=arguments.device,
+    )
 
 
 def _tune(arguments: argparse.Namespace) -> None:
@@ -211,6 +272,37 @@ def _generate(arguments: argparse.Namespace) -> None:
     )
 
 
+def _export(arguments: argparse.Namespace) -> int:
+    alone = isinstance(arguments.check, str)
+    given = [name for name in ("head", "format", "output") if getattr(arguments, name)]
+    if alone == bool(given) or (not alone and len(given) < 3):
+        raise RecipeError(
+            "`headstart export` needs --head RUN --format NAME --output DIR, or --check DIR to look at a folder."
+        )
+    from headstart.scripts import export
+
+    if alone:
+        return export.run_check(arguments.check, target=arguments.target)
+    return export.run_export(
+        arguments.head,
+        arguments.format,
+        arguments.output,
+        target=arguments.target,
+        target_name=arguments.target_name,
+        dtype=arguments.dtype,
+        num_tokens=arguments.num_tokens,
+        checked=bool(arguments.check),
+        allow_other_target=arguments.allow_other_target,
+    )
+
+
+def _import(arguments: argparse.Namespace) -> None:
+    layers = _layers(arguments.layers)
+    from headstart.scripts import export
+
+    export.run_import(arguments.folder, arguments.target, arguments.output, layers=layers, dtype=arguments.dtype)
+
+
 def _verb(verbs: argparse._SubParsersAction, name: str, run: object, summary: str) -> argparse.ArgumentParser:
     verb = verbs.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
     verb.set_defaults(run=run)
@@ -237,6 +329,15 @@ def _add_other_target(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--allow-other-target", action="store_true", help="use the head though it was trained for another target"
     )
+
+
+def _layers(text: str | None) -> list[int] | None:
+    if not text:
+        return None
+    words = text.split(",")
+    if not all(word.strip().isdecimal() for word in words):
+        raise RecipeError(f"--layers is {text}, expected whole numbers such as 2,15,27.")
+    return [int(word) for word in words]
 
 
 def _positive(text: str) -> int:

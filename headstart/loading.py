@@ -45,7 +45,7 @@ def load_model(
     revision: str | None = None,
 ) -> PreTrainedModel:
     """The model with all its weights from the checkpoint; a checkpoint that lacks some is refused."""
-    source, options = _locate(name)
+    source, options = locate(name)
     with explained(name):
         options |= {"trust_remote_code": trust_remote_code, "revision": revision}
         config = AutoConfig.from_pretrained(source, **options)
@@ -82,7 +82,7 @@ def load_tokenizer(
     name: str, *, trust_remote_code: bool = False, revision: str | None = None
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a hub id, a folder, a GGUF file or a bundled target."""
-    source, options = _locate(name)
+    source, options = locate(name)
     with explained(name):
         return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, revision=revision, **options)
 
@@ -136,7 +136,7 @@ def explained(name: str) -> Iterator[None]:
         raise TargetError(f"{name} could not be loaded ({first_line}); check target.name and target.dtype") from error
 
 
-def _locate(name: str) -> tuple[str, dict[str, Any]]:
+def locate(name: str) -> tuple[str, dict[str, Any]]:
     """What from_pretrained is given: a folder or a hub id, and further arguments."""
     if name.startswith(bundled.PREFIX):
         return str(bundled.folder(name)), {}

@@ -1,7 +1,7 @@
 """Recipes: find them, read them strictly, change them from the command line, shrink them for --smoke.
 
     >>> recipe = load_recipe("quickstart.yaml", ["train.lr=5e-4"])
-    >>> recipe.train.lr, recipe.head.num_heads
+    >>> recipe.train.lr, recipe.head.type
 
 Everything that is wrong with a recipe is reported at once, with file and line, before anything heavy is imported.
 """
@@ -19,7 +19,6 @@ from typing import NoReturn
 from pydantic import ValidationError
 
 from headstart.errors import RecipeError
-from headstart.heads.configs import HEADS, PLANNED_HEADS
 from headstart.recipe_faults import collect_faults
 from headstart.recipe_schema import (
     ChatSection,
@@ -65,8 +64,6 @@ PACKAGED = Path(str(resources.files("headstart.recipes")))
 _UNBUILT = {
     ("target", "placement"): {"shard", "tensor_parallel"},
     ("target", "quantization"): {"int8", "int4"},
-    ("data", "features"): {"offline", "hybrid"},
-    ("train", "optimizer"): {"muon"},
     ("logging", "trackers"): {"tensorboard", "trackio"},
 }
 
@@ -145,17 +142,12 @@ def refuse_unbuilt(recipe: Recipe) -> None:
 def _checked(document: Document, overrides: Sequence[str], folder: Path | None) -> Recipe:
     for text in overrides:
         set_value(document, text)
-    values = dict(document.values)
-    head = values.get("head")
-    if isinstance(head, dict) and head.get("type") in PLANNED_HEADS:
-        document.fault(("head", "type"), f"{head['type']} heads are not built yet; use `type: {' or '.join(HEADS)}`")
-        values["head"] = {}
     recipe = None
     try:
-        recipe = Recipe.model_validate(values)
+        recipe = Recipe.model_validate(document.values)
     except ValidationError as error:
         collect_faults(document, error, Recipe)
-    target = values.get("target")
+    target = document.values.get("target")
     architecture = target.get("architecture") if isinstance(target, dict) else None
     if isinstance(architecture, str):
         path = _architecture_file(architecture, folder)

@@ -15,8 +15,10 @@ from headstart.recipe_yaml import Document, Path, YesOrNo, dotted
 
 # what other trainers call our keys, so that a habit is answered with the right name
 _ELSEWHERE = {
+    "aux_hidden_state_layer_ids": "layers",
     "dataset": "data",
     "datasets": "data",
+    "eagle_aux_hidden_state_layer_ids": "layers",
     "eval_steps": "eval_every",
     "grad_clip": "clip",
     "gradient_accumulation": "accumulation",
@@ -32,6 +34,8 @@ _ELSEWHERE = {
     "micro_batch_size": "batch_size",
     "model": "target",
     "num_epochs": "epochs",
+    "num_hidden_layers": "num_layers",
+    "num_key_value_heads": "num_kv_heads",
     "num_train_epochs": "epochs",
     "optim": "optimizer",
     "per_device_train_batch_size": "batch_size",
@@ -40,8 +44,11 @@ _ELSEWHERE = {
     "save_total_limit": "keep",
     "sequence_length": "max_length",
     "system_prompt": "system",
+    "target_layer_ids": "layers",
     "torch_dtype": "dtype",
     "training": "train",
+    "ttt_length": "unrolled_steps",
+    "ttt_steps": "unrolled_steps",
     "warmup_ratio": "warmup",
 }
 
@@ -64,24 +71,45 @@ _EXPECTED = {
 }
 
 
-def sections_of(model: type[Config], path: Path = ()) -> Iterator[tuple[Path, type[Config]]]:
-    """Every section below `model` with its path; the entries of a list share the path of the list."""
+def sections_of(model: type[Config], values: Any = None, path: Path = ()) -> Iterator[tuple[Path, type[Config]]]:
+    """Every section below `model` with its path; the entries of a list share the path of the list.
+
+    values: what a recipe says there. Where several kinds of section may stand, as under `head`, it is then the one that
+    `type` names (the first, if it names none); without values, all of them.
+    """
     yield path, model
     for name, field in model.model_fields.items():
-        for kind in (field.annotation, *get_args(field.annotation)):
-            if isinstance(kind, type) and issubclass(kind, Config):
-                yield from sections_of(kind, (*path, name))
+        inner = values.get(name) if isinstance(values, dict) else None
+        kinds = list(_kinds_of(field.annotation))
+        if values is not None and len(kinds) > 1:
+            named = inner.get("type") if isinstance(inner, dict) else None
+            kinds = [kind for kind in kinds if kind.model_fields["type"].default == named][:1] or kinds[:1]
+        for kind in kinds:
+            yield from sections_of(kind, inner if values is None else inner or {}, (*path, name))
+
+
+def _kinds_of(annotation: Any) -> Iterator[type[Config]]:
+    """The sections that a type is made of, however deep: `list[Source]`, `A | B`."""
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        yield annotation
+    else:
+        for part in get_args(annotation):
+            yield from _kinds_of(part)
 
 
 def collect_faults(document: Document, error: ValidationError, model: type[Config]) -> None:
     """Add one fault per place to the document for everything that `error` complains of."""
-    sections = dict(sections_of(model))
+    sections = dict(sections_of(model, document.values))
     expected: dict[Path, list[str]] = {}
     tried_as_one_of_several: set[Path] = set()
+    places: set[Path] = set()
     for complaint in error.errors():
         path, value, of_several = _locate(complaint["loc"], document.values)
+        places.add(path)
         if complaint["type"] == "extra_forbidden":
-            _unknown_key(document, path, value, sections)
+            _unknown_key(document, path, value, sections, model)
+        elif complaint["type"] in ("union_tag_not_found", "union_tag_invalid"):
+            _no_such_kind(document, path, value, [kind for place, kind in sections_of(model) if place == path])
         elif complaint["type"] == "missing":
             missing = (*path, complaint["loc"][-1])
             document.fault(missing, f"this key is missing ({_purpose(missing, sections)})")
@@ -92,7 +120,7 @@ def collect_faults(document: Document, error: ValidationError, model: type[Confi
             tried_as_one_of_several |= {path} if of_several else set()
     for path, wanted in expected.items():
         # a value that could be of two kinds complains for both: the one that looked further in knows better
-        if path in tried_as_one_of_several and any(len(p) > len(path) and p[: len(path)] == path for p in expected):
+        if path in tried_as_one_of_several and any(len(p) > len(path) and p[: len(path)] == path for p in places):
             continue
         _, value, _ = _locate(path, document.values)
         kinds = " or ".join(dict.fromkeys(wanted))
@@ -122,9 +150,30 @@ def _purpose(path: Path, sections: Mapping[Path, type[Config]]) -> str:
     return re.split(r"(?<=[a-z`])[.;:] ", " ".join(description.split()))[0].rstrip(".")
 
 
-def _unknown_key(document: Document, path: Path, value: Any, sections: Mapping[Path, type[Config]]) -> None:
-    near = nearest_keys(str(path[-1]), _section_path(path[:-1]), sections)
-    known = sorted(sections[_section_path(path[:-1])].model_fields)
+def _no_such_kind(document: Document, path: Path, value: Any, kinds: list[type[Config]]) -> None:
+    """A section of several kinds whose `type` is missing or is none of theirs."""
+    names = [kind.model_fields["type"].default for kind in kinds]
+    place = (*path, "type")
+    if "type" in value:
+        document.fault(place, f"found {_found(value['type'])}, expected {_one_of(names, value['type'])}")
+    else:
+        purpose = (kinds[0].model_fields["type"].description or "").rstrip(".")
+        document.fault(place, f"this key is missing ({purpose}); expected {_one_of(names, None)}")
+
+
+def _unknown_key(
+    document: Document, path: Path, value: Any, sections: Mapping[Path, type[Config]], model: type[Config]
+) -> None:
+    section, key = _section_path(path[:-1]), str(path[-1])
+    kinds = [kind for place, kind in sections_of(model) if place == section and key in kind.model_fields]
+    if kinds:  # the section is of another kind than the one that has this key
+        owners = " or ".join(f"`type: {kind.model_fields['type'].default}`" for kind in kinds)
+        document.fault(
+            path, f"a key of {owners}, not of `type: {sections[section].model_fields['type'].default}`; remove it"
+        )
+        return
+    near = nearest_keys(key, section, sections)
+    known = sorted(sections[section].model_fields)
     where = f"in `{dotted(path[:-1])}`" if path[:-1] else "at the top level"
     advice = "did you mean " + " or ".join(f"`{dotted(p)}`" for p in near) if near else f"known: {', '.join(known)}"
     document.fault(path, f"unknown key {where}; {advice}{'?' if near else ''}")
@@ -160,14 +209,18 @@ def nearest_keys(key: str, section: Path, sections: Mapping[Path, type[Config]])
 def _expected(complaint: Any, path: Path, sections: Mapping[Path, type[Config]]) -> str:
     kind, context = complaint["type"], complaint.get("ctx", {})
     if kind == "literal_error":
-        names = re.findall(r"'([^']*)'", context["expected"])
-        near = difflib.get_close_matches(str(complaint["input"]).lower().replace("_", "-"), names, n=1, cutoff=0.7)
-        nearest = f" (`{near[0]}`?)" if near and len(names) > 1 else ""
-        return ", ".join(names[:-1]) + " or " * (len(names) > 1) + names[-1] + nearest
+        return _one_of(re.findall(r"'([^']*)'", context["expected"]), complaint["input"])
     if kind in ("model_type", "model_attributes_type"):
         keys = list(sections[_section_path(path)].model_fields)[:4]
         return "a section with keys such as " + ", ".join(f"`{key}`" for key in keys)
     return _EXPECTED[kind].format(**context) if kind in _EXPECTED else complaint["msg"]
+
+
+def _one_of(names: list[str], found: Any) -> str:
+    """`a, b or c`, and the one that was probably meant."""
+    near = difflib.get_close_matches(str(found).lower().replace("_", "-"), names, n=1, cutoff=0.7)
+    nearest = f" (`{near[0]}`?)" if near and len(names) > 1 else ""
+    return ", ".join(names[:-1]) + " or " * (len(names) > 1) + names[-1] + nearest
 
 
 def _found(value: Any) -> str:

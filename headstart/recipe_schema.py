@@ -10,10 +10,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from headstart.heads.configs import Config, MedusaConfig, Number
+from headstart.heads.configs import Config, Eagle3Config, EagleConfig, MedusaConfig, Number
 from headstart.recipe_yaml import YesOrNo, write_yaml
 
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+
+HeadSection = Annotated[MedusaConfig | EagleConfig | Eagle3Config, Field(discriminator="type")]
+"""One class per head; `type` chooses it, and its keys are checked by it alone."""
 
 
 def _no_yes_or_no(value: Any) -> Any:
@@ -137,7 +140,13 @@ class DataSection(Config):
     """Fill sequences with several conversations, kept apart exactly. false: pad, which wastes time on short ones."""
 
     features: Literal["online", "offline", "hybrid"] = "online"
-    """Run the target in every step, read its states from a cache on disk, or fill the cache while training."""
+    """`online` runs the target in every step. `offline` reads its states from a cache on disk, which `headstart data
+    features` writes beforehand, and loads none of its layers: the fastest where several heads learn from the same data.
+    `hybrid` runs it where the cache lacks a row, adds what it gives, and reads that ever after."""
+
+    feature_cache: str | None = None
+    """Folder of that cache; null: `features/NAME` with the name of the recipe. A token takes 2 bytes times the hidden
+    size in bfloat16 for the final state and for each layer that the head reads, half of that in int8."""
 
     distill: DistillSection = DistillSection()
     """Settings of `headstart data distill`."""
@@ -157,7 +166,8 @@ class TrainSection(Config):
     `max_steps`, which the schedule, the stop and a resumed run use."""
 
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """What turns gradients into steps."""
+    """What turns gradients into steps. `muon` orthogonalises the update of every matrix and leaves output rows, gains
+    and biases to AdamW: it learns more from a token, and costs much more a step where batches are small."""
 
     lr: Number = Field(default=1e-3, gt=0)
     """Highest learning rate. Heads are small and start as the identity: they bear far more than the target would."""
@@ -261,7 +271,7 @@ class Recipe(Config):
     target: TargetSection
     """The frozen model."""
 
-    head: MedusaConfig
+    head: HeadSection
     """What drafts for it; `type` chooses the head and its keys."""
 
     data: DataSection

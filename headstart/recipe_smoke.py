@@ -11,6 +11,9 @@ from typing import Any
 from headstart.errors import RecipeError
 from headstart.recipe_schema import Recipe
 
+OWN_STARTS = ("last-layer", "random")
+"""Values of `head.init` that need no file."""
+
 RANDOM = "random:"
 """What the name of a target with random weights begins with; the name of the model that it is a likeness of follows."""
 
@@ -38,9 +41,14 @@ _REPLACED = {
     "target.quantization": "none",
     "target.revision": None,
     "target.trust_remote_code": False,
+    "head.layers": None,
+    "head.num_attention_heads": None,
+    "head.num_kv_heads": None,
+    "head.head_dim": None,
+    "head.intermediate_size": None,
+    "head.max_positions": None,
     "data.features": "online",
     "train.cpu_seconds": None,
-    "train.optimizer": "adamw",
     "train.dtype": "float32",
     "train.world_size": "any",
     "logging.trackers": [],
@@ -70,6 +78,9 @@ def shrink(recipe: Recipe) -> tuple[Recipe, list[str]]:
         if section[name] != new:
             said.append(f"{key}: {_word(new)} instead of {_word(section[name])}")
             section[name] = new
+    if values["head"].get("init") not in (None, *OWN_STARTS):  # a trained head has the sizes of the real target
+        said.append(f"head.init: {OWN_STARTS[0]} instead of {values['head']['init']}")
+        values["head"]["init"] = OWN_STARTS[0]
     if not values["name"].endswith("-smoke"):
         values["name"] += "-smoke"
     return Recipe.model_validate(values), [sentence for sentence in said if sentence]
@@ -98,4 +109,4 @@ def _parent(values: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
 
 
 def _word(value: Any) -> str:
-    return "none" if value in (None, []) else ", ".join(value) if isinstance(value, list) else str(value)
+    return "none" if value in (None, []) else ", ".join(map(str, value)) if isinstance(value, list) else str(value)

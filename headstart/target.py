@@ -85,6 +85,7 @@ class Target:
         )
         self.swapped: frozenset[str] = frozenset()  # what decode/decode_copy.py replaced by faster modules
         self.checked = False  # set once decode/selfcheck.py has found it exact
+        self._run_layers = self.layers  # where hooks go, if states have to be hooked
         self._selects_states = "hidden_states" in (getattr(self.decoder, "_can_record_outputs", None) or {})
         self._parameters = inspect.signature(self.decoder.forward).parameters
 
@@ -146,7 +147,7 @@ class Target:
             output = self.decoder(input_ids=input_ids, **arguments, **selection)
             states = {k: output.hidden_states[k] for k in taps}
         else:
-            with _TapHooks(self.layers, taps) as states:
+            with _TapHooks(self._run_layers, taps) as states:
                 output = self.decoder(input_ids=input_ids, **arguments)
         if self.num_layers in layers:
             states[self.num_layers] = output.last_hidden_state

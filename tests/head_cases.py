@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import tiny
 import torch
 
 from headstart.data.packing import TokenBatch, collate
 from headstart.data.rendering import Row
-from headstart.heads.base import HeadOutput
-from headstart.heads.configs import MedusaConfig
-from headstart.heads.medusa import MedusaHead
+from headstart.heads.base import Head, HeadOutput
+from headstart.heads.configs import HEADS
 from headstart.heads.store import build_head
 from headstart.heads.vocab import DraftVocab
 from headstart.target import Features, Target
@@ -33,19 +34,23 @@ def pad(batch: TokenBatch, length: int) -> TokenBatch:
 
 
 @torch.no_grad()
-def features(target: Target, batch: TokenBatch) -> Features:
-    return target.forward(batch.input_ids, batch.position_ids, target.masks(*batch.attention()))
+def features(target: Target, batch: TokenBatch, layers=()) -> Features:
+    return target.forward(batch.input_ids, batch.position_ids, target.masks(*batch.attention()), layers=layers)
 
 
 def vocab_of(ids, rows: int = 264) -> DraftVocab:
     return DraftVocab(torch.as_tensor(sorted(ids)), rows)
 
 
-def head_for(target: Target, vocab: DraftVocab | None = None, *, shake: float = 0.1, **settings) -> MedusaHead:
+def head_for(
+    target: Target, vocab: DraftVocab | None = None, *, kind: str = "medusa", shake: float = 0.1, **settings
+) -> Any:
     """A head whose parameters have moved a little from their start, in the target's dtype."""
     if vocab is not None:
         settings["draft_vocab_size"] = len(vocab)
-    head = build_head(MedusaConfig(**settings), target, vocab).to(target.dtype)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        head = build_head(HEADS[kind](**settings), target, vocab).to(target.dtype)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in head.parameters():
@@ -53,15 +58,17 @@ def head_for(target: Target, vocab: DraftVocab | None = None, *, shake: float = 
     return head
 
 
-def forward(head: MedusaHead, target: Target, batch: TokenBatch, states: Features | None = None) -> HeadOutput:
-    return head(features(target, batch) if states is None else states, batch, target.embedding, target.output)
+def forward(head: Head, target: Target, batch: TokenBatch, states: Features | None = None) -> HeadOutput:
+    return head(
+        features(target, batch, head.wants) if states is None else states, batch, target.embedding, target.output
+    )
 
 
-def gradients(head: MedusaHead) -> dict[str, torch.Tensor]:
+def gradients(head: Head) -> dict[str, torch.Tensor]:
     return {name: parameter.grad.clone() for name, parameter in head.named_parameters() if parameter.grad is not None}
 
 
-def loss_and_gradients(head: MedusaHead, target: Target, *batches: TokenBatch):
+def loss_and_gradients(head: Head, target: Target, *batches: TokenBatch):
     """Summed over the batches: (loss_sum, token_count, gradients), as accumulation does."""
     head.zero_grad()
     outputs = [forward(head, target, batch) for batch in batches]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 
+import head_cases
 import pytest
 import tiny
 import torch
 
 from headstart.decode import decode_copy as module
 from headstart.decode.decode_copy import in_float32, linear_seconds, make_faster, untouched
+from headstart.decode.drafters.eagle import EagleDrafter
 from headstart.decode.norms import OneKernelRMSNorm
 from headstart.decode.prepack import LeanLinear, PackedLinear, SiblingLinear, packed_linears, plain_linears
 from headstart.decode.swapped import Swapped
@@ -110,7 +112,7 @@ def test_the_same_products_stay_where_packing_is_no_faster(packing_loses):
 
 
 def test_weights_too_large_to_copy_are_not_packed(monkeypatch):
-    linears = plain_linears(tiny.target("llama", dtype=torch.float32))
+    linears = plain_linears(tiny.target("llama", dtype=torch.float32).model)
     assert packed_linears(linears)
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 1000})())
     assert packed_linears(linears) == {}
@@ -151,7 +153,7 @@ def test_copies_are_the_models_own_again_and_share_their_weights(packing_wins):
 
 def test_every_linear_layer_is_timed_in_both_dtypes(monkeypatch):
     target = tiny.target("llama", dtype=torch.float32)
-    count = len(plain_linears(target))
+    count = len(plain_linears(target.model))
     timed = []
 
     def seconds(arms, rows, dtype, repeats=3):
@@ -161,3 +163,24 @@ def test_every_linear_layer_is_timed_in_both_dtypes(monkeypatch):
     monkeypatch.setattr(module, "pass_seconds", seconds)
     assert linear_seconds(target, (1, 4)) == {dtype: {1: 1.0, 4: 4.0} for dtype in (torch.bfloat16, torch.float32)}
     assert all(number == count for *_, arms in timed for number in arms.values())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_a_drafting_head_gets_the_modules_of_its_target(kind, dtype, packing_wins):
+    target, plain = (tiny.target("llama", dtype=dtype) for _ in range(2))
+    head = head_cases.head_for(target, kind=kind).eval()
+    make_faster(target)
+    fast, slow = (EagleDrafter(head, one).head for one in (target, plain))
+    swapped = {type(module) for module in fast.modules() if isinstance(module, Swapped)}
+    assert swapped == {OneKernelRMSNorm, PackedLinear, SiblingLinear}
+    assert sum(p.numel() for p in fast.parameters()) == sum(p.numel() for p in head.parameters())
+
+    def attend(layer, query, key, value):
+        return query * value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+
+    embeds, states = torch.randn(2, 1, 2, target.hidden_size, generator=torch.manual_seed(0)).to(dtype)
+    given = [one.step(embeds, states, torch.tensor([[4, 5]]), attend) for one in (fast, slow)]
+    rtol = 0.05 if dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(given[0].output, given[1].output, rtol=rtol, atol=rtol)
+    torch.testing.assert_close(given[0].carried, given[1].carried, rtol=rtol, atol=rtol)

@@ -11,7 +11,7 @@ from headstart.decode.cost import grow_tree, replay
 from headstart.decode.drafters.base import NoDraft, Request
 from headstart.decode.drafters.medusa import MedusaDrafter
 from headstart.decode.engine import Engine
-from headstart.decode.forecast import rank_answer
+from headstart.decode.forecast import Recorded, rank_answer
 from headstart.decode.tree import sort_paths
 from headstart.errors import HeadstartError
 from headstart.heads.configs import MedusaConfig
@@ -84,14 +84,8 @@ def forecast(target, head, generation, paths, widen):
     ids = [*generation.request.prompt_ids, *generation.token_ids]
     text = collate([row(len(ids), [])], [[0]])
     text.input_ids[0] = torch.tensor(ids)
-    answer = rank_answer(
-        head,
-        target.output,
-        features(target, text).final[0],
-        ids,
-        len(generation.request.prompt_ids),
-        widen=widen,
-    )
+    recorded = Recorded(ids, len(generation.request.prompt_ids), features(target, text))
+    answer = rank_answer(head, target, recorded, widen=widen)
     return answer, [accepted for _, accepted in replay(answer, sort_paths(paths, 4, head.draft_vocab_size))]
 
 

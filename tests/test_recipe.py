@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from headstart.errors import RecipeError
-from headstart.heads.configs import MedusaConfig
+from headstart.heads.configs import HEADS, Eagle3Config, EagleConfig, MedusaConfig
 from headstart.recipe import (
     PACKAGED,
     architecture_path,
@@ -89,8 +89,7 @@ def test_a_value_of_another_type_is_refused_with_path_value_and_wanted_type(in_f
     section, _, name = key.rpartition(".")
     if section:
         document = re.sub(rf"(?m)^{section}:.*\n", "", SMALL) + f"{section}:\n  {name}: {text}\n"
-        if section == "data":
-            document += "  train: [{source: rows.jsonl}]\n"
+        document += {"data": "  train: [{source: rows.jsonl}]\n", "head": "  type: medusa\n"}.get(section, "")
     else:
         document = SMALL.replace("name: small", f"name: {text}")
     (from_file,) = faults(document)
@@ -202,11 +201,78 @@ def test_settings_that_exclude_each_other(in_folder):
     assert "and not both" in faults(SMALL.replace("data: {", both))[0]
 
 
-def test_heads_of_later_releases_are_known_and_refused(in_folder):
-    (fault,) = faults(SMALL.replace("medusa}", "eagle3, draft_layers: 1}"))
-    assert fault == "small.yaml:3: head.type: eagle3 heads are not built yet; use `type: medusa`"
-    (fault,) = faults(SMALL.replace("medusa", "meduza"))
-    assert "expected medusa" in fault
+# --- one section, several heads
+
+
+def head(text: str) -> str:
+    return SMALL.replace("{type: medusa}", text)
+
+
+def test_type_chooses_the_head_and_its_keys(in_folder):
+    kinds = {"medusa": MedusaConfig, "eagle": EagleConfig, "eagle3": Eagle3Config}
+    assert kinds == HEADS
+    for name, kind in kinds.items():
+        recipe = load(head(f"{{type: {name}}}"))
+        assert type(recipe.head) is kind and type(load(SMALL, f"head={{type: {name}}}").head) is kind
+        Path("effective.yaml").write_text(recipe.to_yaml())
+        assert load_recipe("effective.yaml") == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{type: meduza}", "head.type: found the text 'meduza', expected medusa, eagle or eagle3 (`medusa`?)"),
+        ("{type: hydra}", "head.type: found the text 'hydra', expected medusa, eagle or eagle3"),
+        ("{type: 3}", "head.type: found 3, expected medusa, eagle or eagle3"),
+        ("{}", "head.type: this key is missing (Which head this is); expected medusa, eagle or eagle3"),
+        ("{num_heads: 3}", "head.type: this key is missing (Which head this is); expected medusa, eagle or eagle3"),
+        ("eagle", "head: found the text 'eagle', expected a section with keys such as `type`, "),
+        ("{type: eagle3, num_heads: 3}", "head.num_heads: a key of `type: medusa`, not of `type: eagle3`; remove it"),
+        ("{type: eagle, fc_norm: true}", "head.fc_norm: a key of `type: eagle3`, not of `type: eagle`; remove it"),
+        (
+            "{type: medusa, unrolled_steps: 3}",
+            "head.unrolled_steps: a key of `type: eagle` or `type: eagle3`, not of `type: medusa`; remove it",
+        ),
+        ("{type: eagle3, fc_nrm: true}", "head.fc_nrm: unknown key in `head`; did you mean `head.fc_norm`?"),
+        (
+            "{type: eagle3, ttt_length: 7}",
+            "head.ttt_length: unknown key in `head`; did you mean `head.unrolled_steps`?",
+        ),
+        ("{type: eagle3, fc_norm: 1}", "head.fc_norm: found 1, expected true or false"),
+        (
+            "{type: eagle3, unrolled_steps: two}",
+            "head.unrolled_steps: found the text 'two', expected a whole number or a list",
+        ),
+        ("{type: eagle3, unrolled_steps: 0}", "head.unrolled_steps: found 0, expected at least 1"),
+        (
+            "{type: eagle3, unrolled_steps: [{until: 1.0, steps: 0}]}",
+            "head.unrolled_steps.0.steps: found 0, expected at least 1",
+        ),
+        (
+            "{type: eagle3, unrolled_steps: [{until: 1.0, step: 1, steps: 2}]}",
+            "head.unrolled_steps.0.step: unknown key in `head.unrolled_steps.0`; did you mean "
+            "`head.unrolled_steps.steps`?",
+        ),
+        ("{type: eagle3, unrolled_steps: [{until: 0.3, steps: 1}]}", "head.unrolled_steps: "),
+        ("{type: eagle, draft_vocab_size: 4.0}", "head.draft_vocab_size: found 4.0, expected a whole number"),
+    ],
+)
+def test_the_faults_of_a_head_are_those_of_its_type(in_folder, text, said):
+    found = faults(head(text))
+    assert len(found) == 1 and found[0].startswith(f"small.yaml:3: {said}"), found
+
+
+def test_a_curriculum_is_set_from_the_command_line(in_folder):
+    curriculum = "head.unrolled_steps=[{until: 0.25, steps: 1}, {until: 1, steps: 3}]"
+    made = load(SMALL, "head={type: eagle3}", curriculum)
+    assert isinstance(made.head, Eagle3Config)
+    assert [made.head.steps_at(share) for share in (0.0, 0.2, 0.25, 0.9, 1.0)] == [1, 1, 3, 3, 3]
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_draft_vocabulary_of_nothing_is_refused_by_its_name(in_folder, size):
+    (fault,) = faults(head(f"{{type: eagle3, draft_vocab_size: {size}}}"))
+    assert fault == f"small.yaml:3: head.draft_vocab_size: found {size}, expected at least 1"
 
 
 # --- --set
@@ -326,8 +392,8 @@ def test_smoke_keeps_the_kind_and_replaces_the_size(name, in_folder):
     assert small.target.name == f"random:{recipe.target.name}" and small.target.dtype == "float32"
     assert small.target.architecture == recipe.target.architecture
     assert small.name == f"{recipe.name}-smoke" and small.train.max_steps == 6 and small.train.world_size == "any"
-    kept = ("num_heads", "num_layers", "output", "loss", "loss_decay")
-    assert [getattr(small.head, key) for key in kept] == [getattr(recipe.head, key) for key in kept]
+    smaller = {"draft_vocab_size", "rank", "layers"}
+    assert small.head.model_dump(exclude=smaller) == recipe.head.model_dump(exclude=smaller)
     assert small.data.chat == recipe.data.chat and small.data.packing == recipe.data.packing
     assert {source.source for source in small.data.train} == {"bundled:chats"} and small.logging.trackers == []
     assert said[0].startswith("target: random weights") and recipe.target.name in said[0]
@@ -347,6 +413,12 @@ def test_smoke_says_what_it_replaces_and_keeps_what_is_smaller(in_folder):
         "train.world_size: any instead of 8",
     ):
         assert sentence in said
+    sized = ["head.init=runs/other/head", "head.intermediate_size=999", "head.layers=[2, 5, 70]"]
+    small, said = smoke(load_recipe("llama70b-eagle3.yaml", sized))
+    assert isinstance(small.head, Eagle3Config)
+    assert (small.head.init, small.head.intermediate_size, small.head.layers) == ("last-layer", None, None)
+    assert "head.init: last-layer instead of runs/other/head" in said
+    assert "head.layers: none instead of 2, 5, 70" in said
     with pytest.raises(RecipeError, match="--smoke needs `target.architecture`"):
         smoke(load(SMALL))
     assert load(SMALL.replace("a/model", "bundled:smollm2-135m"), smoke=True).target.architecture
@@ -354,9 +426,9 @@ def test_smoke_says_what_it_replaces_and_keeps_what_is_smaller(in_folder):
 
 def test_values_that_are_not_built_yet_load_and_are_refused_at_start_in_one_sentence(in_folder):
     with pytest.raises(RecipeError) as refusal:
-        refuse_unbuilt(load_recipe("llama70b.yaml", ["data.features=hybrid"]))
+        refuse_unbuilt(load_recipe("llama70b.yaml", ["logging.trackers=[trackio]"]))
     message = str(refusal.value)
-    assert "`target.placement: shard` and `data.features: hybrid`" in message and "--smoke" in message
+    assert "`target.placement: shard` and `logging.trackers: trackio`" in message and "--smoke" in message
     assert len(message.splitlines()) == 1
     for setting in (
         "target.quantization=int8",

@@ -34,6 +34,7 @@ ORDER = (
         "headstart.borrowed",
         "headstart.bundled",
         "headstart.fingerprint",
+        "headstart.light_target",
         "headstart.loading",
         "headstart.recipe_target",
         "headstart.target",

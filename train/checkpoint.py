@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from headstart.errors import TrainingError
-from headstart.heads.medusa import MedusaHead
+from headstart.heads.base import Head
 from headstart.heads.store import load_head, save_head
 from headstart.target import Target
 from headstart.train.atomic_folder import partial_name, publish, start_folder
@@ -60,7 +60,7 @@ def save_checkpoint(
     checkpoints: Path,
     progress: Progress,
     *,
-    head: MedusaHead,
+    head: Head,
     target: Target,
     optimizer: torch.optim.Optimizer,
     accelerator: Accelerator,
@@ -97,7 +97,7 @@ def save_checkpoint(
 def load_checkpoint(
     folder: Path,
     *,
-    head: MedusaHead,
+    head: Head,
     target: Target,
     optimizer: torch.optim.Optimizer,
     accelerator: Accelerator,
@@ -134,7 +134,7 @@ def latest_checkpoint(checkpoints: Path) -> Path | None:
     return None
 
 
-def save_best(checkpoints: Path, head: MedusaHead, target: Target, record: dict[str, Any]) -> Path:
+def save_best(checkpoints: Path, head: Head, target: Target, record: dict[str, Any]) -> Path:
     """Replaces `checkpoints/best` by this head; called by the main process, after the evaluation that chose it."""
     refuse_broken_weights(head, record["step"])
     folder = checkpoints / "best"

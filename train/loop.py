@@ -12,12 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from accelerate import Accelerator
-from torch import nn
 
 from headstart.data.rendering import Row
-from headstart.heads.medusa import MedusaHead
+from headstart.heads.base import Head
 from headstart.heads.store import save_head
 from headstart.loading import parse_dtype
 from headstart.recipe import Recipe
@@ -25,12 +23,14 @@ from headstart.target import Target
 from headstart.train.atomic_folder import publish, start_folder
 from headstart.train.calibrate import steps_within
 from headstart.train.checkpoint import Progress, latest_checkpoint, load_checkpoint, save_best, save_checkpoint
-from headstart.train.feature_memory import FeatureMemory
+from headstart.train.curriculum import stages
+from headstart.train.features import FeatureSource, feature_source
 from headstart.train.feed import Feed
 from headstart.train.forecasting import Forecaster
 from headstart.train.held_out import evaluate, report, shares
 from headstart.train.lr_schedule import Schedule
 from headstart.train.metrics import Metrics
+from headstart.train.optimisers import make_optimizer
 from headstart.train.progress_line import Meter
 from headstart.train.random_state import seed_everything, unmoved_random_state
 from headstart.train.run_folder import RunFolder, training_hash, with_steps
@@ -46,18 +46,22 @@ class Training:
         run: RunFolder,
         accelerator: Accelerator,
         target: Target,
-        head: MedusaHead,
+        head: Head,
         rows: Sequence[Row],
         held_out: Sequence[Row],
+        features: FeatureSource | None = None,
     ):
+        """features: where the target's states come from; None: what the recipe asks for."""
         self.recipe, self.run, self.accelerator = recipe, run, accelerator
         self.target, self.head, self.held_out = target, head, held_out
         seed_everything(recipe.seed, accelerator.process_index)
-        self.memory = remember(recipe, target, head)
-        module = TrainModule(target, head, parse_dtype(recipe.train.dtype, accelerator.device), self.memory).train()
-        self.module, self.optimizer = accelerator.prepare(module, make_optimizer(recipe, head))
+        rank = accelerator.process_index
+        self.features = features or feature_source(recipe, target, head.wants, (rows, held_out), rank=rank)
+        module = TrainModule(target, head, parse_dtype(recipe.train.dtype, accelerator.device), self.features).train()
+        self.module, self.optimizer = accelerator.prepare(module, make_optimizer(recipe.train, head))
         self.feed = Feed(rows, recipe, rank=accelerator.process_index, world_size=accelerator.num_processes)
-        self.forecaster = Forecaster(target, held_out) if len(held_out) else None
+        offline = recipe.data.features == "offline"  # without its layers there is no target whose costs to measure
+        self.forecaster = Forecaster(target, held_out) if len(held_out) and not offline else None
         self.progress = Progress()
         self.meter = Meter()
         self.schedule = self._work_out_length()
@@ -83,12 +87,15 @@ class Training:
                 if last or due(step, train.save_every):
                     self._save()
         self.metrics.close()
+        self.features.close()
         self._ship()
         return self.progress
 
-    def step(self, progress: Progress, schedule: Schedule) -> tuple[Totals, float, float]:
-        """One optimiser step, which moves `progress` on: its totals, the gradient's norm, the learning rate."""
+    def step(self, progress: Progress, schedule: Schedule, share: float | None = None) -> tuple[Totals, float, float]:
+        """One optimiser step, which moves `progress` on: its totals, the gradient's norm, the learning rate. share: how
+        far the training is, for heads with a curriculum; None: as `progress` says."""
         rate = schedule.rate(progress.step)
+        self.head.set_share(progress.step / schedule.total_steps if share is None else share)
         with self.meter.waiting():
             batches = self.feed.next_step(progress)
         totals, norm = optimiser_step(
@@ -125,6 +132,7 @@ class Training:
                 head=self.head,
                 optimizer=self.optimizer,
                 accelerator=self.accelerator,
+                phases=[stage.until for stage in stages(self.head.config)],
                 epoch_steps=self.feed.num_steps(1),
                 remembered=self._share_remembered(),
             )
@@ -133,21 +141,21 @@ class Training:
         total = total or self.feed.num_steps(train.epochs)
         return Schedule.of(train.schedule, train.lr, train.warmup, total)
 
-    def _new_trial(self) -> Callable[[], object]:
+    def _new_trial(self, share: float) -> Callable[[], object]:
+        """A function that takes steps from the first of all on, each as when the training is `share` over."""
         trial, flat = Progress(), Schedule("constant", self.recipe.train.lr, 0, 1)
-        return lambda: self.step(trial, flat)
+        return lambda: self.step(trial, flat, share)
 
     def _share_remembered(self) -> float:
-        """Of this rank's tokens of an epoch, the share whose target states there is memory for."""
-        if self.memory is None:
-            return 0.0
+        """Of this rank's tokens of an epoch, the share whose target states are kept for later epochs."""
         tokens = sum(len(row.input_ids) for row in self.feed.rows) / self.accelerator.num_processes
-        return min(1.0, self.memory.max_bytes / max(1.0, tokens * self.memory.bytes_per_token()))
+        return self.features.share_kept(tokens)
 
     def _about(self) -> dict[str, Any]:
         """What must be the same when the run is continued; the lengths of its rows stand for the data."""
         rows = hashlib.sha256(repr([len(row.input_ids) for row in self.feed.rows]).encode()).hexdigest()[:16]
-        return {"recipe": training_hash(self.recipe), "rows": rows, "schedule": asdict(self.schedule)}
+        stored = {} if self.features.storage is None else {"feature dtype": self.features.storage}
+        return {"recipe": training_hash(self.recipe), "rows": rows, "schedule": asdict(self.schedule), **stored}
 
     def _resume(self) -> None:
         folder = latest_checkpoint(self.run.checkpoints)
@@ -209,6 +217,7 @@ class Training:
         self.accelerator.print(line if forecast is None else f"{line}\n  {forecast}", flush=True)
 
     def _save(self) -> None:
+        self.features.flush()
         save_checkpoint(
             self.run.checkpoints,
             self.progress,
@@ -232,22 +241,6 @@ class Training:
         else:
             save_head(self.head, partial, fingerprint=self.target.fingerprint(), training_record=self.record())
         publish(partial, self.run.head)
-
-
-def remember(recipe: Recipe, target: Target, head: MedusaHead) -> FeatureMemory | None:
-    """The memory for the target's states that the recipe asks for."""
-    size = int(recipe.train.feature_memory * 2**30)
-    return FeatureMemory(target, head.wants, size) if size else None
-
-
-def make_optimizer(recipe: Recipe, head: nn.Module) -> torch.optim.Optimizer:
-    """The optimiser that the recipe names, over the head's parameters alone; only matrices are decayed."""
-    train = recipe.train
-    biases = [parameter for name, parameter in head.named_parameters() if name.endswith("bias")]
-    matrices = [parameter for name, parameter in head.named_parameters() if not name.endswith("bias")]
-    groups = [{"params": matrices, "weight_decay": train.weight_decay}, {"params": biases, "weight_decay": 0.0}]
-    # 0.95, as the published heads have it: runs are short, and gradients shrink a lot in their first steps
-    return {"adamw": torch.optim.AdamW}[train.optimizer](groups, lr=train.lr, betas=(0.9, 0.95))
 
 
 def due(step: int, every: int | None) -> bool:

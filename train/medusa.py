@@ -13,16 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from headstart.data.prepare import prepare
-from headstart.decode.selfcheck import check_target
 from headstart.heads.store import build_head
-from headstart.recipe_target import load_recipe_target
 from headstart.train.loop import Training
 from headstart.train.preparation import (
-    coverage,
     describe,
     draft_vocab,
-    foreign_answers,
+    open_data,
+    open_target,
     parse_arguments,
     read_recipe,
     run_path,
@@ -40,24 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         path = run_path(recipe, options)
         accelerator = start_processes(recipe, cpu=options.smoke)
 
-        for sentence in replaced:
-            accelerator.print(f"--smoke: {sentence}")
-
-        target, replaced = load_recipe_target(recipe, device=accelerator.device)
-        for sentence in replaced:
-            accelerator.print(f"--smoke: {sentence}")
-        check_target(target)
-
-        data = prepare(recipe, target.tokenizer, vocab_size=target.vocab_size, max_positions=target.max_positions)
-        accelerator.print(data.summary())
-        if warning := foreign_answers(target, data.train, recipe):
-            accelerator.print(f"warning: {warning}")
+        target = open_target(recipe, accelerator, replaced)
+        data = open_data(recipe, target, accelerator)
 
         seed_everything(recipe.seed)
-        vocab = draft_vocab(recipe, target, data.train)
+        vocab = draft_vocab(recipe, target, data, accelerator)
         head = build_head(recipe.head, target, vocab)
-        if vocab is not None:
-            accelerator.print(coverage(vocab, data, target))
 
         run, recipe = take_folder(path, recipe, options, accelerator)
         training = Training(recipe, run, accelerator, target, head, data.train, data.held_out)

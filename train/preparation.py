@@ -1,4 +1,4 @@
-"""What every training script does before its loop: command line, processes, run folder, draft vocabulary."""
+"""What the training scripts have in common: command line, processes, target, data, draft vocabulary, run folder."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_lis
 from torch import nn
 
 from headstart.data.agreement import agreement
-from headstart.data.packing import RowStore, collate
-from headstart.data.prepare import Prepared
+from headstart.data.packing import RowStore, TokenBatch, collate
+from headstart.data.prepare import Prepared, prepare
+from headstart.decode.selfcheck import check_target
 from headstart.errors import HeadstartError, RecipeError, TrainingError, disk_fault
 from headstart.heads.vocab import DraftVocab
+from headstart.light_target import load_recipe_light_target
 from headstart.recipe import Recipe, load_recipe, quoted, refuse_unbuilt, smoke
-from headstart.recipe_target import settle_dtypes
+from headstart.recipe_target import load_recipe_target, settle_dtypes
 from headstart.target import Target
+from headstart.train.ceiling import outside
+from headstart.train.features import refuse_missing
 from headstart.train.feed import plan_batches
 from headstart.train.loop import Training
 from headstart.train.run_folder import RunFolder, open_run, refuse_existing
@@ -61,12 +65,18 @@ def user_errors() -> Iterator[None]:
         raise SystemExit(error.exit_status) from None
 
 
-def read_recipe(arguments: argparse.Namespace, head_type: str) -> tuple[Recipe, list[str]]:
-    """The recipe as the command line changes it, and what --smoke replaced. Nothing is loaded yet."""
+def read_recipe(arguments: argparse.Namespace, *head_types: str) -> tuple[Recipe, list[str]]:
+    """The recipe as the command line changes it, and what --smoke replaced. Nothing is loaded yet.
+
+    head_types: what the script trains; a recipe for another head is refused.
+    """
     overrides = [*arguments.set, *([f"name={quoted(arguments.name)}"] if arguments.name else [])]
     recipe = load_recipe(arguments.recipe, overrides)
-    if recipe.head.type != head_type:
-        raise RecipeError(f"{arguments.recipe} trains a {recipe.head.type} head; run train/{recipe.head.type}.py")
+    if recipe.head.type not in head_types:
+        raise RecipeError(
+            f"{arguments.recipe} has a {recipe.head.type} head, this script trains {' and '.join(head_types)}; "
+            f"`headstart train --recipe {arguments.recipe}` finds the right one"
+        )
     recipe, replaced = smoke(recipe) if arguments.smoke else (recipe, [])
     refuse_unbuilt(recipe)
     if recipe.train.dtype == "float16":
@@ -122,6 +132,29 @@ def run_path(recipe: Recipe, arguments: argparse.Namespace) -> Path:
     return path
 
 
+def open_target(recipe: Recipe, accelerator: Accelerator, replaced: Sequence[str]) -> Target:
+    """The frozen target, after its self-check; says what --smoke replaced (`replaced`: in the recipe). Where features
+    come from a cache, its layers stay on the disk, and whoever wrote the cache has checked it."""
+    if recipe.data.features == "offline":
+        return load_recipe_light_target(recipe, device=accelerator.device)
+    target, in_target = load_recipe_target(recipe, device=accelerator.device)
+    for sentence in [*replaced, *in_target]:
+        accelerator.print(f"--smoke: {sentence}")
+    check_target(target)
+    return target
+
+
+def open_data(recipe: Recipe, target: Target, accelerator: Accelerator) -> Prepared:
+    """The rows to train and to look at, with their summary, and a warning where the target did not write them."""
+    data = prepare(recipe, target.tokenizer, vocab_size=target.vocab_size, max_positions=target.max_positions)
+    accelerator.print(data.summary())
+    if recipe.data.features == "offline":
+        refuse_missing(recipe, target, (data.train, data.held_out))
+    if warning := foreign_answers(target, data.train, recipe):
+        accelerator.print(f"warning: {warning}")
+    return data
+
+
 def take_folder(
     path: Path, recipe: Recipe, arguments: argparse.Namespace, accelerator: Accelerator
 ) -> tuple[RunFolder, Recipe]:
@@ -139,8 +172,24 @@ def count_labels(rows: RowStore, vocab_size: int) -> torch.Tensor:
     return counts
 
 
-def draft_vocab(recipe: Recipe, target: Target, rows: RowStore) -> DraftVocab | None:
-    """The draft vocabulary that the recipe asks for, from the labels of the training rows; None for all tokens."""
+def draft_vocab(recipe: Recipe, target: Target, data: Prepared, accelerator: Accelerator) -> DraftVocab | None:
+    """The draft vocabulary that the recipe asks for; None for all tokens. Says what it holds, and the ceiling on
+    acceptance that what it leaves out is."""
+    vocab = draft_vocab_of(recipe, target, data.train)
+    if vocab is None:
+        return None
+    shares = [vocab.coverage(count_labels(rows, target.vocab_size)) for rows in (data.train, data.held_out)]
+    accelerator.print(
+        f"draft vocabulary: {len(vocab)} of {target.vocab_size} tokens, {shares[0]:.1%} of the training labels "
+        f"and {shares[1]:.1%} of the held-out ones"
+    )
+    if ceiling := outside(target, vocab, recipe_batches(data.held_out, recipe)):
+        accelerator.print(f"  {ceiling}")
+    return vocab
+
+
+def draft_vocab_of(recipe: Recipe, target: Target, rows: RowStore) -> DraftVocab | None:
+    """The draft vocabulary of the recipe's size from the labels of these rows; None for all tokens."""
     size = recipe.head.draft_vocab_size
     if size is None:
         return None
@@ -150,19 +199,14 @@ def draft_vocab(recipe: Recipe, target: Target, rows: RowStore) -> DraftVocab | 
     return DraftVocab.build(counts, size, special_ids=special, tokenizer_size=len(tokenizer))
 
 
-def coverage(vocab: DraftVocab, data: Prepared, target: Target) -> str:
-    """How much of the labels the draft vocabulary holds: the most that a head can have right."""
-    shares = [vocab.coverage(count_labels(rows, target.vocab_size)) for rows in (data.train, data.held_out)]
-    return (
-        f"draft vocabulary: {len(vocab)} of {target.vocab_size} tokens, {shares[0]:.1%} of the training labels "
-        f"and {shares[1]:.1%} of the held-out ones"
-    )
+def recipe_batches(rows: RowStore, recipe: Recipe) -> Iterator[TokenBatch]:
+    """These rows in the batches that the recipe makes of them."""
+    return (collate(rows, batch) for batch in plan_batches(rows, recipe))
 
 
 def foreign_answers(target: Target, rows: RowStore, recipe: Recipe) -> str | None:
     """A warning where the target itself would have written something else than the data say."""
-    plan = plan_batches(rows, recipe)
-    return agreement(target, (collate(rows, batch) for batch in plan), max_tokens=LABELS_LOOKED_AT).warning()
+    return agreement(target, recipe_batches(rows, recipe), max_tokens=LABELS_LOOKED_AT).warning()
 
 
 def describe(training: Training) -> str:

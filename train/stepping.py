@@ -13,26 +13,25 @@ from torch import Tensor, nn
 
 from headstart.data.packing import TokenBatch
 from headstart.errors import TrainingError
-from headstart.heads.base import HeadOutput
-from headstart.heads.medusa import MedusaHead
+from headstart.heads.base import Head, HeadOutput
 from headstart.target import Target
-from headstart.train.feature_memory import FeatureMemory
+from headstart.train.features import FeatureSource, OnlineFeatures
 
 
 class TrainModule(nn.Module):
     """Target and head as one module, the thing that is wrapped for several processes; all training is its `forward`.
 
     The target is frozen: no gradient, always in evaluation mode, in no optimiser and in no checkpoint, and computes in
-    its own dtype. compute: bfloat16 for autocast around the head, whose weights stay in fp32. memory: where its states
-    are kept for later epochs; None: the target runs in every forward.
+    its own dtype. compute: bfloat16 for autocast around the head, whose weights stay in fp32. features: where the
+    target's states come from; None: it runs in every forward.
     """
 
-    def __init__(self, target: Target, head: MedusaHead, compute: torch.dtype, memory: FeatureMemory | None = None):
+    def __init__(self, target: Target, head: Head, compute: torch.dtype, features: FeatureSource | None = None):
         super().__init__()
         self.target_model = target.model.requires_grad_(False).eval()
         self.head = head
-        self._target, self._wants = target, head.wants
-        self.compute, self.memory = compute, memory
+        self._target, self.compute = target, compute
+        self.features = features or OnlineFeatures(target, head.wants)
 
     def train(self, mode: bool = True) -> TrainModule:
         super().train(mode)
@@ -42,11 +41,7 @@ class TrainModule(nn.Module):
     def forward(self, batch: TokenBatch) -> HeadOutput:
         target, kind = self._target, batch.input_ids.device.type
         with torch.no_grad(), torch.autocast(kind, enabled=False):
-            if self.memory is not None and self.training:
-                features = self.memory(batch)
-            else:
-                masks = target.masks(*batch.attention())
-                features = target.forward(batch.input_ids, batch.position_ids, masks, layers=self._wants)
+            features = self.features(batch, keep=self.training)
         with torch.autocast(kind, torch.bfloat16) if self.compute == torch.bfloat16 else nullcontext():
             return self.head(features, batch, target.embedding, target.output)
 

@@ -8,8 +8,8 @@ How the known drafters fit, in three lines each (state kept; propose; commit):
 - EAGLE: a KVCache of its own, holding only true features of the accepted prefix; its layer runs once per level over
   (embedding, feature) pairs, tree entries thrown away; commit runs it over the committed (token, feature) pairs.
 - Draft model, sampled chains: its own KVCache, behind the target's by at most the last proposal; draws each token from
-  `probabilities(logits, row's settings)` and hands that distribution on with the tree; commit cuts its cache to the
-  committed length.
+  `probabilities(logits, row's settings)` at a number of the row's stream and hands that distribution on with the tree;
+  commit cuts its cache to the committed length.
 - n-grams: an index over `rows.ids`; looks up the last n-gram and proposes what followed; commit indexes the new tokens.
 - Lookahead: its windows, as extra queries (tokens, positions, mask rows) that ride in the target's forward behind the
   tree; their logits come back in `commit` and fill the pool that `propose` reads.
@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -61,6 +62,8 @@ class Rows:
     requests: list[Request] = field(default_factory=list)
     ids: list[list[int]] = field(default_factory=list)
     """Prompt and emitted tokens; the last one is the root of the next tree and is not in the cache yet."""
+    streams: list[np.random.Generator] = field(default_factory=list)
+    """Each row's own numbers for drafts that are drawn and for their trials: whoever takes one has used it up."""
     cache: KVCache = None  # pyright: ignore[reportAssignmentType]  (set by the engine before any row joins)
     device: torch.device = torch.device("cpu")
 
@@ -88,6 +91,11 @@ class Committed:
         """The final feature of each row's last token (of its first one where the count is zero)."""
         last = torch.tensor(self.counts, device=self.tokens.device).clamp(min=1) - 1
         return self.features.final[torch.arange(len(self.counts), device=last.device), last]
+
+
+def take(features: Features, *index: Any) -> Features:
+    """The final state and every tap at an index into [batch, seq]."""
+    return Features(features.final[index], {k: tap[index] for k, tap in features.taps.items()})
 
 
 @runtime_checkable

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headstart.decode.drafters.base import Committed, Rows
 from headstart.decode.drafters.draft_rows import DraftRows
+from headstart.decode.drafters.plans import chain_paths
 from headstart.decode.tree import Path, TokenTree, Topology, sort_paths
 from headstart.heads.medusa import MedusaHead
 from headstart.target import Target
@@ -106,8 +107,3 @@ class _Layout:
             [(len(path) - 1) * self.num_ranks + path[-1] for path in paths], dtype=torch.long, device=device
         )
         """Per node, the index into the choices of all depths, rank after rank."""
-
-
-def chain_paths(length: int) -> list[Path]:
-    """A chain of first choices."""
-    return [(0,) * depth for depth in range(1, length + 1)]

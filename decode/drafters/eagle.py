@@ -1,0 +1,248 @@
+"""EAGLE: a head that feeds on its own states drafts a chain, a static tree, or a tree of its likeliest tokens.
+
+    drafter = EagleDrafter(load_head("runs/demo/head", target), target, DynamicTree(depth=5, width=8, num_nodes=24))
+
+https://arxiv.org/abs/2401.15077, https://arxiv.org/abs/2406.16858 (dynamic trees), https://arxiv.org/abs/2503.01840.
+The step that takes in a row's committed tokens gives the choices for depth 1; every further level is one step of the
+head over the nodes that are expanded, each reading its token's embedding and the state of the node above it.
+
+Letters in shapes: rows of the batch, width (nodes of one level), columns (draft vocabulary, widened).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from headstart.decode.decode_copy import make_head_faster
+from headstart.decode.drafters.base import Committed, Rows, take
+from headstart.decode.drafters.draft_rows import DraftRows
+from headstart.decode.drafters.growth import Growth, Level, best_choices, log_probabilities, static_levels
+from headstart.decode.drafters.plans import DEEPEST, DynamicTree, Plan, StaticTree, as_plan, chain_paths
+from headstart.decode.drafters.unrolling import PairCache, TreeLevels
+from headstart.decode.sampling import draw, group_by_distribution, probabilities
+from headstart.decode.tree import DrawnFrom, Path, TokenTree, Topology, sort_paths
+from headstart.heads.unrolled import UnrolledHead
+from headstart.target import Features, Target
+
+
+class EagleDrafter:
+    """Drafts with an EAGLE-1 or EAGLE-3 head after one plan; None: a chain as deep as the head was trained.
+
+    Takes a copy of the head, in the target's dtype and on its device. widen: draft each row's own prompt and answer
+    tokens too, where the head borrows the target's output rows. A list of paths is a static tree. Raises
+    HeadstartError, naming the node, for a tree that the head cannot fill.
+    """
+
+    name = "eagle"
+
+    def __init__(
+        self, head: UnrolledHead, target: Target, plan: Plan | Sequence[Path] | None = None, *, widen: bool = True
+    ):
+        plan = as_plan(chain_paths(head.num_depths) if plan is None else plan)
+        if isinstance(plan, StaticTree):
+            paths = sort_paths(plan.paths, DEEPEST, head.draft_vocab_size)
+            plan = StaticTree(paths=paths, stop_below=plan.stop_below)
+        self.plan = plan
+        self.head = copy.deepcopy(head).to(target.device, target.dtype).eval().requires_grad_(False)
+        make_head_faster(self.head, target)
+        self.wants = self.head.wants
+        self._rows = DraftRows(target.output, self.head.vocab, borrows=self.head.output_weight is None, widen=widen)
+        self._new_pairs = lambda: PairCache(self.head, target.embedding, target.dtype, torch.device(target.device))
+        self._pairs = self._new_pairs()
+        self._trees: dict[int, list[Level]] = {}
+        """Of a static tree, by number of drafts."""
+        self._topologies: dict[int, Topology] = {}
+
+    # -- the contract with the engine --------------------------------------------------------------------------------
+
+    def start(self, rows: Rows, first: int) -> None:
+        self._pairs.join(len(rows) - first, rows.cache.slots, rows.cache.capacity + self._most_expanded())
+        self._rows.add_rows(len(rows) - first)
+
+    def propose(self, rows: Rows, budget: int) -> TokenTree:
+        self._rows.read(rows.ids)
+        drafts = min(self.plan.num_nodes, budget) - 1
+        if drafts < 1:
+            topology = Topology.chain(0, self._device).expand(len(rows))
+            return TokenTree(torch.zeros_like(topology.parents), topology)
+        with TreeLevels(self._pairs) as levels:
+            if isinstance(self.plan, StaticTree):
+                return self._static(levels, drafts)
+            if isinstance(self.plan, DynamicTree):
+                return self._grow(self.plan, levels).tree(drafts)
+            return self._chain(levels, drafts, rows)
+
+    def commit(self, rows: Rows, first: int, committed: Committed) -> None:
+        if not any(committed.counts):
+            return
+        texts = rows.ids[first : first + len(committed.counts)]
+        self._pairs.append(first, texts, committed.counts, committed.features)
+
+    def select(self, keep: Int[Tensor, "kept"]) -> None:
+        self._pairs.select(keep)
+        self._rows.select(keep.tolist())
+
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.head.parameters())
+
+    def num_bytes(self) -> int:
+        states = [*self.head.parameters(), *self.head.buffers()]
+        weights = sum(tensor.numel() * tensor.element_size() for tensor in states)
+        return weights + self._pairs.num_bytes() + self._rows.num_bytes()
+
+    # -- what all plans share ----------------------------------------------------------------------------------------
+
+    @property
+    def _device(self) -> torch.device:
+        return self._pairs.output.device
+
+    def _most_expanded(self) -> int:
+        """Nodes of one tree that are expanded at most: room behind the true pairs."""
+        if isinstance(self.plan, DynamicTree):
+            return self.plan.depth * self.plan.width
+        return self.plan.num_nodes
+
+    def _logits(self, output: Float[Tensor, "rows width dim"]) -> Float[Tensor, "rows width columns"]:
+        return self._rows.forbid_others(self.head.logits(output, self._rows.selected))
+
+    def _first_logits(self) -> Float[Tensor, "rows 1 columns"]:
+        return self._logits(self._pairs.output[:, None])
+
+    def _known(self) -> Bool[Tensor, "rows"]:
+        """Whether a row has a pair to draft from: not yet after a prompt of one token."""
+        return torch.tensor([length > 0 for length in self._pairs.cache.lengths], device=self._device)
+
+    # -- static trees ------------------------------------------------------------------------------------------------
+
+    def _static(self, levels: TreeLevels, drafts: int) -> TokenTree:
+        logits, known = self._first_logits(), self._known()
+        drafted: list[Int[Tensor, "rows nodes"]] = []
+        scores: list[Float[Tensor, "rows nodes"]] = []
+        """Cumulative log-probabilities, where they are asked for."""
+        going, limit = known, known.long()
+        for level in self._layout(drafts):
+            if level.depth > 1:
+                if self.plan.stop_below:
+                    going = going & (scores[-1].amax(1) >= math.log(self.plan.stop_below))
+                if not going.any():
+                    break
+                limit = limit + going
+                above = level.above.expand(len(known), -1)
+                logits = self._logits(levels.expand(drafted[-1][:, level.expanded], above))
+            values, columns = best_choices(logits, level.num_ranks)
+            drafted.append(self._rows.target_ids(columns).flatten(1)[:, level.choice])
+            if self.plan.stop_below:
+                logs = log_probabilities(values, logits)
+                if scores:
+                    logs = logs + scores[-1][:, level.expanded, None]
+                scores.append(logs.flatten(1)[:, level.choice])
+        return self._within(torch.cat(drafted, dim=1), drafts, limit)
+
+    def _within(self, drafted: Int[Tensor, "rows some"], drafts: int, limit: Int[Tensor, "rows"]) -> TokenTree:
+        """The tree of a fixed shape, nodes below `limit` of their row made invalid; missing tokens are among them."""
+        if drafts not in self._topologies:
+            paths = self.plan.paths if isinstance(self.plan, StaticTree) else chain_paths(drafts)
+            self._topologies[drafts] = Topology.from_paths(paths[:drafts], self._device)
+        topology = self._topologies[drafts].expand(len(drafted))
+        tokens = torch.nn.functional.pad(drafted, (1, drafts - drafted.shape[1]))
+        if bool((limit < topology.max_depth).any()):
+            topology = topology.within(limit)
+        return TokenTree(tokens, topology)
+
+    def _layout(self, drafts: int) -> list[Level]:
+        if drafts not in self._trees:
+            assert isinstance(self.plan, StaticTree)
+            self._trees[drafts] = static_levels(self.plan.paths[:drafts], self._device)
+        return self._trees[drafts]
+
+    # -- dynamic trees -----------------------------------------------------------------------------------------------
+
+    def _grow(self, plan: DynamicTree, levels: TreeLevels) -> Growth:
+        growth = Growth(self._known())
+        logits = self._first_logits()
+        width = min(plan.width, self.head.draft_vocab_size)
+        for depth in range(1, plan.depth + 1):
+            values, columns = best_choices(logits, width)
+            growth.add(self._rows.target_ids(columns), log_probabilities(values, logits))
+            if depth == plan.depth or not growth.choose_frontier(width, plan.stop_below):
+                break
+            logits = self._logits(levels.expand(*growth.frontier()))
+        return growth
+
+    def grow_along(
+        self, token_ids: Sequence[int], features: Features, roots: Sequence[int], chunk: int = 32
+    ) -> Iterator[Growth]:
+        """What a dynamic plan would draft at each of these roots of one text, `chunk` of them at a time.
+
+        Every root's tree is what `propose` gives there; the text's pairs are computed once for all. For a drafter
+        that is not decoding: it forgets its rows.
+        """
+        assert isinstance(self.plan, DynamicTree)
+        known = [root for root in roots if root > 0]
+        text = self._new_pairs()
+        text.join(1, 1, len(token_ids))
+        states = text.append(
+            0, [token_ids], [len(token_ids) - 1], take(features, slice(None), slice(len(token_ids) - 1))
+        )
+        for start in range(0, len(known), chunk):
+            some = known[start : start + chunk]
+            self._pairs = text.beginnings(states, some, self._most_expanded())
+            self._rows.select([])
+            self._rows.add_rows(len(some))
+            self._rows.read([list(token_ids[: root + 1]) for root in some])
+            with TreeLevels(self._pairs) as levels:
+                yield self._grow(self.plan, levels)
+        self._rows.select([])
+        self._pairs = self._new_pairs()
+
+    # -- sampled chains ----------------------------------------------------------------------------------------------
+
+    def _chain(self, levels: TreeLevels, drafts: int, rows: Rows) -> TokenTree:
+        sampled = [not request.settings.greedy for request in rows.requests]
+        logits, going = self._first_logits(), self._known()
+        limit, score = torch.zeros_like(going, dtype=torch.long), 0.0
+        drafted, drawn_from = [], []
+        for depth in range(1, drafts + 1):
+            limit = limit + going
+            columns, probs = self._draw(logits[:, 0], rows, going.tolist())
+            drafted.append(self._rows.target_ids(columns))
+            drawn_from.append(probs)
+            if depth == drafts:
+                break
+            if self.plan.stop_below:
+                own = logits.gather(2, columns[:, None, None])
+                score = score + log_probabilities(own, logits)[:, 0, 0]
+                going = going & (score >= math.log(self.plan.stop_below))
+            if not going.any():
+                break
+            tokens = drafted[-1][:, None]
+            logits = self._logits(levels.expand(tokens, torch.zeros_like(tokens)))
+        tree = self._within(torch.stack(drafted, dim=1), drafts, limit)
+        if not any(sampled):
+            return tree
+        ids = self._rows.target_ids(torch.arange(logits.shape[-1], device=self._device))
+        return TokenTree(tree.tokens, tree.topology, DrawnFrom(torch.stack(drawn_from, dim=1), ids, sampled))
+
+    def _draw(
+        self, logits: Float[Tensor, "rows columns"], rows: Rows, going: list[bool]
+    ) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows drawn"]]:
+        """One column per row, and the distribution that it was drawn from: zeros where the argmax was taken, and no
+        column at all where every row is greedy.
+
+        A row spends a number of its own stream on every draft that it makes, and on no other.
+        """
+        columns, groups = logits.argmax(-1), group_by_distribution([request.settings for request in rows.requests])
+        probs = torch.zeros(logits.shape if groups else (len(logits), 0), dtype=torch.float64, device=logits.device)
+        for group in groups:
+            drawing = [row for row in group if going[row]]
+            index = torch.tensor(drawing, dtype=torch.long, device=logits.device)
+            probs[index] = probabilities(logits[index], rows.requests[group[0]].settings)
+            numbers = torch.tensor([rows.streams[row].random() for row in drawing], dtype=torch.float64)
+            columns[index] = draw(probs[index], numbers.to(logits.device))
+        return columns, probs

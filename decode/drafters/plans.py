@@ -1,0 +1,97 @@
+"""How a feature-level head drafts: along a static tree, a dynamic one, or a chain of drawn tokens.
+
+A plan is chosen per drafter and told by its class; `headstart tune` finds the best one for a head on a device.
+`stop_below` is the same in all: a row is not drafted deeper than the first depth at which the likeliest of its nodes
+has a cumulative probability (the head's own, at temperature 1) below it. That looks only at what is drafted already, so
+it keeps every plan lossless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from headstart.decode.tree import Path
+from headstart.errors import HeadstartError
+
+DEEPEST = 32
+"""Levels that any plan may have: a head that feeds on its own states drafts on, but not without end."""
+
+
+def chain_paths(length: int) -> list[Path]:
+    """A chain of first choices."""
+    return [(0,) * depth for depth in range(1, length + 1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticTree:
+    """The same tree in every step: each node is a fixed rank among the choices below its parent."""
+
+    paths: Sequence[Path]
+    """In any order; no path is plain decoding."""
+    stop_below: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_stop(self.stop_below)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of a tree at most, root included."""
+        return len(self.paths) + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicTree:
+    """EAGLE-2 (arXiv 2406.16858): the likeliest nodes of each level are expanded, the likeliest of all are kept.
+
+    Deterministic: the head's choices are taken by rank, never drawn, so it is verified as any tree of fixed choices.
+    """
+
+    depth: int
+    """Levels below the root; the head runs once per level, the first level coming with the committed tokens."""
+    width: int
+    """Nodes expanded per level, and choices looked at below each."""
+    num_nodes: int
+    """Nodes kept of all that were drafted, root included."""
+    stop_below: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_stop(self.stop_below)
+        for name, value, most in [("depth", self.depth, DEEPEST), ("width", self.width, 64)]:
+            if not 1 <= value <= most:
+                raise HeadstartError(f"a dynamic tree of {name} {value} cannot be drafted; give 1 to {most}")
+        if self.num_nodes < 1:
+            raise HeadstartError(f"a tree of {self.num_nodes} nodes has no root; give 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledChain:
+    """A chain whose tokens are drawn from the head's distribution under the row's own settings, and verified by
+    rejection; a greedy row drafts the likeliest tokens."""
+
+    length: int
+    """Drafted tokens."""
+    stop_below: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_stop(self.stop_below)
+        if not 0 <= self.length <= DEEPEST:
+            raise HeadstartError(f"a chain of {self.length} drafts cannot be drafted; give 0 to {DEEPEST}")
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of a chain at most, root included."""
+        return self.length + 1
+
+
+Plan = StaticTree | DynamicTree | SampledChain
+
+
+def as_plan(plan: Plan | Sequence[Path]) -> Plan:
+    """A list of paths is a static tree."""
+    return plan if isinstance(plan, StaticTree | DynamicTree | SampledChain) else StaticTree(paths=plan)
+
+
+def _check_stop(stop_below: float) -> None:
+    if not 0 <= stop_below <= 1:
+        raise HeadstartError(f"stop_below={stop_below} is no probability; give a number from 0 to 1 (0: never stop)")

@@ -1,0 +1,166 @@
+"""The decoder layer of a head that drafts step by step: norms, projections, gated MLP, and the rotary embedding.
+
+The product of queries and keys is not here: `attend` is handed in, because it is all that differs between training
+(heads/unrolled_attention.py) and drafting (a KV cache). Every dimension is written in the configuration
+(heads/starting.py fills in the target's).
+
+Letters in shapes: batch, seq, dim (hidden size), heads, kv_heads, width (of one attention head).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from headstart.errors import HeadError
+from headstart.heads.configs import UnrolledConfig
+
+Query = Float[Tensor, "batch heads seq width"]
+Key = Float[Tensor, "batch kv_heads seq width"]
+
+Attend = Callable[[int, Query, Key, Key], Query]
+"""(layer, query, key, value), all rotated, -> what the layer's queries gather."""
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, in at least fp32 inside. https://arxiv.org/abs/1910.07467"""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, states: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
+        wide = states.to(torch.promote_types(states.dtype, torch.float32))
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (normed * self.weight).to(states.dtype)
+
+
+class Rotary:
+    """Cosines and sines of rotary positions, by transformers' own Llama embedding, whatever its scaling.
+
+    Not a module: its frequencies stay in fp32 when the head is cast, and are not saved with it.
+    """
+
+    def __init__(self, rope: dict[str, Any], head_dim: int, max_positions: int):
+        try:
+            config = transformers.LlamaConfig(
+                hidden_size=head_dim,
+                num_attention_heads=1,
+                head_dim=head_dim,
+                max_position_embeddings=max_positions,
+                rope_parameters=dict(rope),
+            )
+            self._embedding = LlamaRotaryEmbedding(config)
+        except (KeyError, TypeError) as error:
+            raise HeadError(f"head.rope lacks what rope_type {rope.get('rope_type')} needs ({error}); add it") from None
+
+    @property
+    def frequencies(self) -> Float[Tensor, "half"]:
+        """Inverse frequencies in fp32, scaling included."""
+        inverse = self._embedding.inv_freq
+        assert isinstance(inverse, Tensor)
+        return inverse
+
+    def __call__(
+        self, positions: Int[Tensor, "batch seq"], like: Tensor
+    ) -> tuple[Float[Tensor, "batch 1 seq width"], Float[Tensor, "batch 1 seq width"]]:
+        with torch.no_grad():
+            cosine, sine = self._embedding(like, positions)
+        return cosine[:, None], sine[:, None]
+
+
+def rotate(
+    states: Float[Tensor, "batch heads seq width"], rotary: tuple[Tensor, Tensor]
+) -> Float[Tensor, "batch heads seq width"]:
+    """Turns each pair (i, i + width / 2) by its angle. https://arxiv.org/abs/2104.09864"""
+    cosine, sine = (part.to(states.dtype) for part in rotary)
+    first, second = states.chunk(2, dim=-1)
+    return states * cosine + torch.cat((-second, first), dim=-1) * sine
+
+
+class DraftAttention(nn.Module):
+    """Projections of grouped-query attention, for inputs of `reads` numbers."""
+
+    def __init__(self, config: UnrolledConfig, dim: int, reads: int):
+        super().__init__()
+        heads, kv_heads, self.width = dimensions(config)[:3]
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(reads, heads * self.width, bias=bias)
+        self.k_proj = nn.Linear(reads, kv_heads * self.width, bias=bias)
+        self.v_proj = nn.Linear(reads, kv_heads * self.width, bias=bias)
+        self.o_proj = nn.Linear(heads * self.width, dim, bias=False)
+
+    def forward(
+        self,
+        reading: Float[Tensor, "batch seq reads"],
+        rotary: tuple[Tensor, Tensor],
+        attend: Callable[[Query, Key, Key], Query],
+    ) -> Float[Tensor, "batch seq dim"]:
+        query, key, value = (
+            project(reading).unflatten(-1, (-1, self.width)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        gathered = attend(rotate(query, rotary), rotate(key, rotary), value)
+        return self.o_proj(gathered.transpose(1, 2).flatten(2))
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x)). https://arxiv.org/abs/2002.05202"""
+
+    def __init__(self, dim: int, inner: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(dim, inner, bias=False)
+        self.up_proj = nn.Linear(dim, inner, bias=False)
+        self.down_proj = nn.Linear(inner, dim, bias=False)
+
+    def forward(self, states: Float[Tensor, "batch seq dim"]) -> Float[Tensor, "batch seq dim"]:
+        return self.down_proj(functional.silu(self.gate_proj(states)) * self.up_proj(states))
+
+
+class DraftLayer(nn.Module):
+    """A decoder layer whose input is normed, and joined with an embedding, by the head that owns it.
+
+    reads: width of what the projections read. norms: names of the norms in front of it, which the head applies.
+    """
+
+    input_layernorm: RMSNorm
+    """Of the embedding in EAGLE-3's first layer, of the state in later layers; EAGLE-1's first layer has none."""
+    hidden_norm: RMSNorm
+    """Of the state in EAGLE-3's first layer; others have none."""
+
+    def __init__(self, config: UnrolledConfig, dim: int, reads: int, norms: tuple[str, ...]):
+        super().__init__()
+        assert config.rms_norm_eps is not None
+        for name in norms:
+            self.add_module(name, RMSNorm(dim, config.rms_norm_eps))
+        self.self_attn = DraftAttention(config, dim, reads)
+        self.post_attention_layernorm = RMSNorm(dim, config.rms_norm_eps)
+        self.mlp = GatedMLP(dim, dimensions(config)[3])
+
+    def forward(
+        self,
+        reading: Float[Tensor, "batch seq reads"],
+        residual: Float[Tensor, "batch seq dim"],
+        rotary: tuple[Tensor, Tensor],
+        attend: Callable[[Query, Key, Key], Query],
+    ) -> Float[Tensor, "batch seq dim"]:
+        states = residual + self.self_attn(reading, rotary, attend)
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+def dimensions(config: UnrolledConfig) -> tuple[int, int, int, int]:
+    """Query heads, key and value heads, width of a head, inner width of the MLP; refused where one is still open."""
+    names = ("num_attention_heads", "num_kv_heads", "head_dim", "intermediate_size")
+    values = [getattr(config, name) for name in (*names, "rms_norm_eps", "max_positions", "rope")]
+    if None in values:
+        raise HeadError("the dimensions of this head are open (null); build it with build_head, for a target")
+    heads, kv_heads, width, inner = values[:4]
+    return heads, kv_heads, width, inner

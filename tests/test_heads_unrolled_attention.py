@@ -1,0 +1,115 @@
+"""The attention of unrolled training: its fast form against the definition, and the definition against a loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from head_cases import collate, pad, row
+
+from headstart.heads.unrolled_attention import UnrolledAttention, document_spans
+
+F64 = torch.float64
+HEADS, WIDTH = 6, 8
+
+
+def packed():
+    """Three sequences: two documents and padding, one document that fills it, one document and padding."""
+    rows = [row(7, range(3, 7), 1), row(4, [1, 2], 2), row(13, range(5, 13), 3), row(9, range(4, 9), 4)]
+    return pad(collate(rows, [[0, 1], [2], [3]]), 13)
+
+
+def inputs(batch, kv_heads: int, steps: int, dtype=F64, seed: int = 0):
+    """(query, key, value) of every step, as projections give them."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = batch.input_ids.shape
+
+    def draw(heads):
+        drawn = torch.randn(*shape, heads, WIDTH, generator=generator, dtype=F64).to(dtype)
+        return drawn.transpose(1, 2).requires_grad_()
+
+    return [(draw(HEADS), draw(kv_heads), draw(kv_heads)) for _ in range(steps)]
+
+
+def attend_all(batch, steps, eager: bool):
+    attend = UnrolledAttention(batch, eager=eager)
+    return [attend(0, *step) for step in steps]
+
+
+def naive(batch, steps, line: int, head: int, position: int, step: int) -> torch.Tensor:
+    """One query, straight from the definition, key by key."""
+    query = steps[step][0][line, head, position]
+    kv_head = head // (HEADS // steps[0][1].shape[1])
+    same = batch.document_ids[line] == batch.document_ids[line, position]
+    keys = [(steps[0], place) for place in range(position + 1) if same[place]]
+    keys += [(steps[later], position) for later in range(1, step + 1)]
+    scores = torch.stack([query @ given[1][line, kv_head, place] for given, place in keys]) / WIDTH**0.5
+    values = torch.stack([given[2][line, kv_head, place] for given, place in keys])
+    return scores.softmax(0) @ values
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "fast"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+def test_every_query_gathers_what_the_definition_says(eager, kv_heads):
+    batch = packed()
+    steps = inputs(batch, kv_heads, 3)
+    found = attend_all(batch, steps, eager)
+    for line, position in (batch.document_ids >= 0).nonzero().tolist():
+        for step in range(3):
+            for head in range(HEADS):
+                expected = naive(batch, steps, line, head, position, step)
+                torch.testing.assert_close(found[step][line, head, position], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("num_steps", [1, 2, 4])
+def test_the_fast_form_has_the_gradient_of_the_eager_one(kv_heads, num_steps):
+    batch = packed()
+    real = (batch.document_ids >= 0)[:, None, :, None]
+    found = {}
+    for eager in (True, False):
+        steps = inputs(batch, kv_heads, num_steps)
+        weights = inputs(batch, kv_heads, num_steps, seed=1)
+        outs = attend_all(batch, steps, eager)
+        sum((out * weight[0].detach() * real).sum() for out, weight in zip(outs, weights, strict=True)).backward()
+        found[eager] = [tensor.grad for step in steps for tensor in step]
+    for fast, eager in zip(found[False], found[True], strict=True):
+        torch.testing.assert_close(fast, eager, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_both_forms_agree_in_lower_precision(dtype, tolerance):
+    batch = packed()
+    steps = inputs(batch, 2, 3, dtype)
+    real = (batch.document_ids >= 0)[:, None, :, None]
+    for fast, eager in zip(attend_all(batch, steps, False), attend_all(batch, steps, True), strict=True):
+        assert fast.dtype == dtype
+        torch.testing.assert_close(fast * real, eager * real, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "fast"])
+def test_what_is_far_from_a_query_has_no_gradient(eager):
+    """B51: no step looks across documents or ahead, and a later step's keys are its own position's alone."""
+    batch = packed()
+    steps = inputs(batch, 2, 3)
+    attend_all(batch, steps, eager)[2][0, :, 5].sum().backward()
+    for number, (query, key, value) in enumerate(steps):
+        touched = [[0, 1, 2, 3, 4, 5], [5], [5]][number]
+        for tensor in (key, value):
+            assert tensor.grad.abs().sum((1, 3)).nonzero().tolist() == [[0, place] for place in touched]
+        if number < 2:
+            assert query.grad is None
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "fast"])
+def test_extreme_scores_stay_finite(eager):
+    batch = packed()
+    steps = [tuple((tensor * 60).detach().requires_grad_() for tensor in step) for step in inputs(batch, 2, 3)]
+    outs = attend_all(batch, steps, eager)
+    sum(out.sum() for out in outs).backward()
+    for tensor in [*outs, *(tensor.grad for step in steps for tensor in step)]:
+        assert torch.isfinite(tensor).all()
+
+
+def test_documents_are_found_where_they_stand():
+    assert document_spans(packed()) == [(0, 0, 7), (0, 7, 11), (1, 0, 13), (2, 0, 9)]
+    assert document_spans(collate([], [])) == []
