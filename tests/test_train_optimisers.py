@@ -65,7 +65,7 @@ def test_muon_takes_the_matrices_and_adamw_the_rest_each_as_torch_has_it():
         muon.step()
         adamw.step()
         with torch.no_grad():
-            theirs.blocks.weight.copy_(torch.stack(stack))
+            theirs.blocks.weight.copy_(torch.stack([*stack]))
     for (name, parameter), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert torch.equal(parameter, other), name
 

@@ -14,10 +14,23 @@ from typing import Any
 import torch
 
 from headstart.data.rendering import Row
-from headstart.decode.cost import SIZES, CostCurve, best_size, grow_tree, mean_tokens, measure_costs, replay, tune
+from headstart.decode.cost import (
+    SIZES,
+    CostCurve,
+    DraftCosts,
+    best_size,
+    grow_tree,
+    mean_tokens,
+    measure_costs,
+    replay,
+    tune,
+)
 from headstart.decode.decode_copy import make_faster, shared_copy
-from headstart.decode.forecast import measure_drafting, rank_rows
-from headstart.heads.medusa import MedusaHead
+from headstart.decode.drafters.plans import chain_paths
+from headstart.decode.forecast import measure_drafting, measure_levels, rank_rows
+from headstart.decode.tree import Path
+from headstart.heads.base import Head
+from headstart.heads.unrolled import UnrolledHead
 from headstart.target import Target
 
 NUM_ANSWERS = 24
@@ -25,12 +38,14 @@ NUM_ANSWERS = 24
 CPU_SIZES = tuple(size for size in SIZES if size <= 16)
 """Larger trees cost more than they bring where a forward is bound by arithmetic."""
 REPEATS = 6
+TREE_DEPTH = 5
+"""Levels of the trees of a head that reads its own states, at least: it drafts deeper than it was trained."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """chain: τ of a chain of all heads. acceptance_length, speedup: of the best static tree, `nodes` nodes with the
-    root, on answers that it was not chosen on."""
+    """chain: τ of a chain as deep as the trees may be: all Medusa heads, or TREE_DEPTH. acceptance_length, speedup: of
+    the best static tree, `nodes` nodes with the root, on answers that it was not chosen on."""
 
     chain: float
     acceptance_length: float
@@ -56,23 +71,42 @@ class Forecaster:
 
     def __init__(self, target: Target, rows: Sequence[Row]):
         self.target, self.rows = target, list(rows[:NUM_ANSWERS])
-        self._costs: tuple[CostCurve, float] | None = None
+        self._costs: tuple[CostCurve, float | DraftCosts] | None = None
 
     @torch.no_grad()
-    def __call__(self, head: MedusaHead) -> Forecast:
-        answers = rank_rows(head, self.target, self.rows)
+    def __call__(self, head: Head) -> Forecast:
+        depth = tree_depth(head)
+        answers = rank_rows(head, self.target, self.rows, depth=depth)
         sizes = CPU_SIZES if self.target.device.type == "cpu" else SIZES
         if self._costs is None:
             decoder = shared_copy(self.target)
             make_faster(decoder)
             curve = measure_costs(decoder, widths=sizes, repeats=REPEATS)
-            self._costs = curve, measure_drafting(head, decoder, grow_tree(answers, 8))
+            self._costs = curve, measure_draft_costs(head, decoder, depth, grow_tree(answers, 8), quick=True)
         forecasts = tune(answers, *self._costs, sizes)
         nodes = best_size(forecasts)
-        chain = [(0,) * depth for depth in range(1, head.config.num_heads + 1)]
         return Forecast(
-            chain=mean_tokens([replay(answer, chain) for answer in answers]),
+            chain=mean_tokens([replay(answer, chain_paths(depth)) for answer in answers]),
             acceptance_length=forecasts[nodes].acceptance_length,
             speedup=forecasts[nodes].speedup,
             nodes=nodes,
         )
+
+
+def tree_depth(head: Head) -> int:
+    """Levels that a tree of this head may have."""
+    return max(head.num_depths, TREE_DEPTH) if isinstance(head, UnrolledHead) else head.num_depths
+
+
+def measure_draft_costs(
+    head: Head, target: Target, depth: int, paths: Sequence[Path], *, quick: bool = False
+) -> float | DraftCosts:
+    """Seconds of drafting, as `decode.cost.tune` takes them: by level for a head that runs once per level, else those
+    of the tree `paths`, which are much the same for every tree. quick: fewer widths and steps."""
+    if not isinstance(head, UnrolledHead):
+        return measure_drafting(head, target, paths)
+    return (
+        measure_levels(head, target, widths=(1, 4), depth=depth, steps=5)
+        if quick
+        else measure_levels(head, target, depth=depth)
+    )
