@@ -14,7 +14,6 @@ import copy
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +124,7 @@ def as_json(
         "context_length": costs.context_length,
         "answers": num_answers,
         "step_seconds": {str(width): seconds for width, seconds in costs.seconds.items()},
-        "draft_seconds": asdict(draft_costs) if isinstance(draft_costs, DraftCosts) else draft_costs,
+        "draft_seconds": _level_seconds(draft_costs) if isinstance(draft_costs, DraftCosts) else draft_costs,
         **_figures(forecasts),
         "choices": {str(size): [list(path) for path in forecast.paths] for size, forecast in forecasts.items()},
     }
@@ -151,6 +150,12 @@ def _figures(forecasts: Mapping[int, Forecast] | Mapping[int, DynamicForecast]) 
 def _speedup(forecasts: Mapping[int, Forecast] | Mapping[int, DynamicForecast]) -> float:
     """Of the best size."""
     return forecasts[best_size(forecasts)].speedup
+
+
+def _level_seconds(costs: DraftCosts) -> dict[str, Any]:
+    by_width = {"static_level": costs.static_level, "dynamic_level": costs.dynamic_level}
+    levels = {kind: {str(width): seconds for width, seconds in by.items()} for kind, by in by_width.items()}
+    return {"first": costs.first, **levels}
 
 
 def show(
