@@ -1,26 +1,42 @@
-"""From the names on the command line to drafters (`ngram`, `head`, `head:RUN`), and the tree a head drafts along."""
+"""From the names on the command line to drafters (`ngram`, `head`, `head@chain3:RUN`), and the plan a head drafts by.
+
+`head` follows the plan that `headstart tune` found best. `head@PLAN` follows another one, so that one report can
+compare them; PLAN is `chainN` (N first choices), `treeN` or `dynamicN` (N nodes with the root, as tuned), or `drawnN`
+(a chain of N tokens drawn from the head's own distribution, for temperatures above 0).
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from headstart.decode.drafters.base import Drafter
-from headstart.decode.drafters.medusa import MedusaDrafter
+from headstart.decode.drafters.heads import head_drafter
 from headstart.decode.drafters.ngram import NgramDrafter
+from headstart.decode.drafters.plans import DynamicTree, Plan, SampledChain, StaticTree, chain_paths
 from headstart.decode.tree import Path as TreePath
 from headstart.errors import HeadError, RecipeError
 from headstart.eval.timing import PLAIN
 from headstart.eval.trained import find_head
+from headstart.heads.configs import HEADS, UnrolledConfig
 from headstart.heads.store import load_head, read_description
 from headstart.target import Target
 
-KNOWN = f"{PLAIN}, ngram, head or head:RUN"
+KNOWN = f"{PLAIN}, ngram, head or head:RUN, also with a plan: head@chain3, head@tree16, head@dynamic16, head@drawn3"
+PLANS = ("chain", "tree", "dynamic", "drawn")
 TREES = "trees.json"
 """Beside a head: the trees that `headstart tune` found, by number of nodes, the best size, and the forecast."""
+UNTUNED_DEPTH, UNTUNED_WIDTH = 5, 4
+"""Of a dynamic tree where none was tuned."""
+UNTUNED_CHAIN = 3
+"""Drafts of a head that reads its own states, where nothing was tuned and it was not trained deeper."""
+
+TunedOn = tuple[str, str] | None
+"""Device and dtype that a tree was tuned on; None: not tuned."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +47,18 @@ class DrafterPlan:
     make: Callable[[Target], Drafter]
     budget: int
     """Nodes of its trees at most, root included."""
-    tree: list[TreePath] | None = None
-    """The static tree of a head."""
+    plan: Plan | None = None
+    """What a head drafts along."""
     forecast: dict[str, Any] = field(default_factory=dict)
     """`acceptance_length` and `speedup` as `headstart tune` forecast them; empty where it did not."""
-    tuned_on: tuple[str, str] | None = None
-    """Device and dtype that the tree is for."""
+    tuned_on: TunedOn = None
+
+    @property
+    def tree(self) -> list[TreePath] | dict[str, Any] | None:
+        """The plan as a report has it: the paths of a static tree, or the numbers of another plan."""
+        if isinstance(self.plan, StaticTree):
+            return list(self.plan.paths)
+        return None if self.plan is None else asdict(self.plan)
 
 
 def plan_drafter(name: str, head: Path | None, size: int | str, allow_other_target: bool = False) -> DrafterPlan:
@@ -45,41 +67,108 @@ def plan_drafter(name: str, head: Path | None, size: int | str, allow_other_targ
     if kind == "ngram" and not place:
         length = 8 if size == "auto" else int(size) - 1
         return DrafterPlan(name, lambda target: NgramDrafter(length), length + 1)
-    if kind != "head":
+    matched = re.fullmatch(rf"head(?:@({'|'.join(PLANS)})(\d*))?", kind)
+    if matched is None:
         raise RecipeError(f"drafter {name!r} is not known; expected {KNOWN}")
     folder = find_head(Path(place))[1] if place else head
     if folder is None:
         raise RecipeError("drafter 'head' needs to know which; add --head RUN, or write head:RUN")
-    tree, forecast, tuned_on = choose_tree(folder, size)
-    return DrafterPlan(
-        name,
-        lambda target: MedusaDrafter(load_head(folder, target, allow_other_target), target, tree),
-        len(tree) + 1,
-        tree,
-        forecast,
-        tuned_on,
-    )
+    shape, number = matched.groups()
+    plan, forecast, tuned_on = choose_plan(folder, shape, int(number) if number else size)
+
+    def make(target: Target) -> Drafter:
+        return head_drafter(load_head(folder, target, allow_other_target), target, plan)
+
+    return DrafterPlan(name, make, plan.num_nodes, plan, forecast, tuned_on)
 
 
-def choose_tree(folder: Path, size: int | str) -> tuple[list[TreePath], dict[str, Any], tuple[str, str] | None]:
-    """The tuned tree of `size` nodes (root included; "auto": the best size), its forecast, and the device and dtype
-    that it was tuned on; untuned, a chain.
+def choose_plan(folder: Path, shape: str | None, size: int | str) -> tuple[Plan, dict[str, Any], TunedOn]:
+    """The plan of this shape (None: what tuning found best), its forecast, and what it was tuned on.
+
+    size: drafts of a `chain` or `drawn` one, else nodes of the tree, root included; "auto": the best size, and for
+    chains as deep as the head was trained.
+    """
+    if shape in ("chain", "drawn"):
+        length = trained_depth(folder) if size == "auto" else int(size)
+        return (SampledChain(length=length) if shape == "drawn" else StaticTree(paths=chain_paths(length))), {}, None
+    if shape is None and size == "auto":
+        shape = _stored(folder).get("plan", "tree")
+    if shape == "dynamic":
+        return choose_dynamic(folder, size)
+    paths, forecast, tuned_on = choose_tree(folder, size)
+    return StaticTree(paths=paths), forecast, tuned_on
+
+
+def choose_tree(folder: Path, size: int | str) -> tuple[list[TreePath], dict[str, Any], TunedOn]:
+    """The tuned static tree of `size` nodes (root included; "auto": the best size), its forecast, and the device and
+    dtype that it was tuned on; untuned, a chain.
 
     Of a size that was not tuned, the next smaller one. Raises HeadError where the file cannot be used.
     """
+    stored = _stored(folder)
+    if not stored:
+        depth = trained_depth(folder)
+        return chain_paths(depth if size == "auto" else min(depth, int(size) - 1)), {}, None
+    chosen, forecast, tuned_on = _of_size(folder, stored, stored, size)
+    try:
+        return [tuple(map(int, node)) for node in chosen], forecast, tuned_on
+    except (ValueError, TypeError) as error:
+        raise _no_file_of_trees(folder, error) from None
+
+
+def choose_dynamic(folder: Path, size: int | str) -> tuple[DynamicTree, dict[str, Any], TunedOn]:
+    """The same for dynamic trees: depth and width as tuned for this size, or as good as any where none was tuned."""
+    stored = _stored(folder)
+    if "dynamic" not in stored:
+        nodes = 2 * UNTUNED_WIDTH if size == "auto" else int(size)
+        depth = max(1, min(UNTUNED_DEPTH, nodes - 1))
+        return DynamicTree(depth=depth, width=UNTUNED_WIDTH, num_nodes=nodes), {}, None
+    chosen, forecast, tuned_on = _of_size(folder, stored, stored["dynamic"], size)
+    try:
+        return DynamicTree(**{key: int(value) for key, value in chosen.items()}), forecast, tuned_on
+    except (ValueError, TypeError, AttributeError) as error:
+        raise _no_file_of_trees(folder, error) from None
+
+
+def trained_depth(folder: Path) -> int:
+    """How many tokens the head in this folder drafts one after another unless it is told otherwise."""
+    described = read_description(folder)["head"]
+    if "num_heads" in described:
+        return described["num_heads"]
+    config = HEADS[described["type"]].model_validate(described)
+    assert isinstance(config, UnrolledConfig)
+    return max(config.most_unrolled_steps, UNTUNED_CHAIN)
+
+
+def _stored(folder: Path) -> dict[str, Any]:
+    """What tuning wrote beside the head; empty where it did not."""
     path = folder / TREES
     if not path.is_file():
-        depth = read_description(folder)["head"]["num_heads"]
-        depth = depth if size == "auto" else min(depth, int(size) - 1)
-        return [(0,) * level for level in range(1, depth + 1)], {}, None
+        return {}
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
-        sizes = sorted(map(int, stored["choices"]))
-        wanted = int(stored["best"] if size == "auto" else size)
+    except ValueError as error:
+        raise _no_file_of_trees(folder, error) from None
+    if not isinstance(stored, dict) or not stored:
+        raise _no_file_of_trees(folder, TypeError("no object"))
+    return stored
+
+
+def _of_size(
+    folder: Path, stored: dict[str, Any], trees: dict[str, Any], size: int | str
+) -> tuple[Any, dict[str, Any], TunedOn]:
+    """(what stands there, forecast, tuned on) of this size or the next smaller one. trees: `stored`, or a part of it
+    with the same keys."""
+    try:
+        sizes = sorted(map(int, trees["choices"]))
+        wanted = int(trees["best"] if size == "auto" else size)
         chosen = max((one for one in sizes if one <= wanted), default=sizes[0])
-        tree = [tuple(map(int, node)) for node in stored["choices"][str(chosen)]]
-        forecasts = dict(stored.get("forecasts") or {str(stored["best"]): stored["forecast"]})
+        forecasts = dict(trees.get("forecasts") or {str(trees["best"]): trees["forecast"]})
         tuned_on = (str(stored["device"]), str(stored["dtype"]))
+        return trees["choices"][str(chosen)], forecasts.get(str(chosen), {}), tuned_on
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise HeadError(f"{path} is no file of trees ({error!r}); make it anew with `headstart tune`") from None
-    return tree, forecasts.get(str(chosen), {}), tuned_on
+        raise _no_file_of_trees(folder, error) from None
+
+
+def _no_file_of_trees(folder: Path, error: Exception) -> HeadError:
+    return HeadError(f"{folder / TREES} is no file of trees ({error!r}); make it anew with `headstart tune`")

@@ -1,17 +1,20 @@
-"""`headstart tune`: the static tree that makes most tokens per second with this head on this device.
+"""`headstart tune`: the tree that makes most tokens per second with this head on this device.
 
 headstart tune --head runs/quickstart
 
 Measures the cost of a step for every width, ranks the held-out answers' tokens under the head, grows a tree of every
-size and keeps the one with the highest forecast: tokens per step over seconds per step. `trees.json` beside the head
-holds all sizes, so that another device can choose again.
+size and keeps the one with the highest forecast: tokens per step over seconds per step. For a head that reads its own
+states the same is done with dynamic trees, whose depth and width are tuned for every size, and the better of the two
+kinds is kept. `trees.json` beside the head holds all sizes of both, so that another device can choose again.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +23,31 @@ from rich.console import Console
 from rich.table import Table
 
 from headstart.data.prepare import prepare
-from headstart.decode.cost import CostCurve, Forecast, best_size, grow_tree, measure_costs, tune
-from headstart.decode.forecast import measure_drafting, rank_rows
+from headstart.decode.cost import (
+    CostCurve,
+    DraftCosts,
+    DynamicForecast,
+    Forecast,
+    best_size,
+    grow_tree,
+    measure_costs,
+    tune,
+    tune_dynamic,
+)
+from headstart.decode.forecast import grow_rows, rank_answer, record_rows
 from headstart.decode.prepack import prepack, seconds_by_dtype
 from headstart.errors import DataError, refuse_unwritable
 from headstart.eval.drafters import TREES
 from headstart.eval.trained import open_trained
 from headstart.heads.store import load_head
+from headstart.heads.unrolled import UnrolledHead
 from headstart.target import Target
+from headstart.train.forecasting import measure_draft_costs, tree_depth
 
 NUM_ANSWERS = 96
 """Held-out answers that trees are grown on, at most."""
+WIDTHS = (2, 4, 8)
+"""Widths of dynamic trees that are tried."""
 
 
 def run(
@@ -42,20 +59,27 @@ def run(
     assert trained.head is not None
     refuse_unwritable(trained.head)
     prepack(target)
-    medusa = load_head(trained.head, target)
+    module = load_head(trained.head, target)
     data = prepare(trained.recipe, target.tokenizer, vocab_size=target.vocab_size, max_positions=target.max_positions)
-    answers = rank_rows(medusa, target, data.held_out[:NUM_ANSWERS])
-    if len(answers) < 2:
+    texts = record_rows(target, data.held_out[:NUM_ANSWERS], module.wants)
+    if len(texts) < 2:
         raise DataError(
-            f"a tree is tuned on held-out answers, and the recipe holds out {len(answers)}; "
+            f"a tree is tuned on held-out answers, and the recipe holds out {len(texts)}; "
             "raise data.held_out.fraction or name held-out sources"
         )
+    depth = tree_depth(module)
+    drafting = copy.deepcopy(module).to(target.device, target.dtype).eval()
+    answers = [rank_answer(drafting, target, text, depth=depth) for text in texts]
     costs = measure_costs(target)
-    draft_seconds = measure_drafting(medusa, target, grow_tree(answers, 16))
-    forecasts = tune(answers, costs, draft_seconds)
-    trees = as_json(forecasts, costs, draft_seconds, len(answers))
+    draft_costs = measure_draft_costs(module, target, depth, grow_tree(answers, 16))
+    forecasts, dynamic = tune(answers, costs, draft_costs), {}
+    if isinstance(module, UnrolledHead):
+        assert isinstance(draft_costs, DraftCosts)
+        grown = {width: grow_rows(module, target, texts, depth=depth, width=width) for width in WIDTHS}
+        dynamic = tune_dynamic(grown, costs, draft_costs)
+    trees = as_json(forecasts, dynamic, costs, draft_costs, len(answers))
     _write(trained.head / TREES, trees)
-    show(forecasts, costs, draft_seconds, Console())
+    show(forecasts, dynamic, costs, draft_costs, Console())
     if advice := dtype_advice(target):
         print(advice)
     print(trained.head / TREES)
@@ -73,51 +97,85 @@ def dtype_advice(target: Target) -> str | None:
     return f"this CPU computes the target's linear layers {ratio:.1f} times faster in float32: try --dtype float32"
 
 
-def as_json(forecasts: dict[int, Forecast], costs: CostCurve, draft_seconds: float, num_answers: int) -> dict[str, Any]:
-    """What `trees.json` holds: per size the tree and its forecast, the best size, and what it was chosen by."""
-    best = best_size(forecasts)
-    figures = {
-        str(size): {
-            "acceptance_length": round(forecast.acceptance_length, 4),
-            "speedup": round(forecast.speedup, 4),
-        }
-        for size, forecast in forecasts.items()
-    }
-    return {
+def as_json(
+    forecasts: dict[int, Forecast],
+    dynamic: dict[int, DynamicForecast],
+    costs: CostCurve,
+    draft_costs: float | DraftCosts,
+    num_answers: int,
+) -> dict[str, Any]:
+    """What `trees.json` holds: per size the tree and its forecast, the best size, and what it was chosen by; the same
+    under `dynamic` where such trees were tuned, and then `plan`, the better of the two kinds."""
+    trees: dict[str, Any] = {
         "device": costs.device,
         "dtype": costs.dtype,
         "context_length": costs.context_length,
         "answers": num_answers,
         "step_seconds": {str(width): seconds for width, seconds in costs.seconds.items()},
-        "draft_seconds": draft_seconds,
-        "best": best,
-        "forecast": figures[str(best)],
-        "forecasts": figures,
+        "draft_seconds": asdict(draft_costs) if isinstance(draft_costs, DraftCosts) else draft_costs,
+        **_figures(forecasts),
         "choices": {str(size): [list(path) for path in forecast.paths] for size, forecast in forecasts.items()},
     }
+    if dynamic:
+        choices = {
+            str(size): {"depth": one.plan.depth, "width": one.plan.width, "num_nodes": one.plan.num_nodes}
+            for size, one in dynamic.items()
+        }
+        trees["dynamic"] = {**_figures(dynamic), "choices": choices}
+        trees["plan"] = "dynamic" if _speedup(dynamic) > _speedup(forecasts) else "tree"
+    return trees
 
 
-def show(forecasts: dict[int, Forecast], costs: CostCurve, draft_seconds: float, console: Console) -> None:
-    """One line per size: cost, forecast acceptance length and forecast speedup; the best one marked."""
+def _figures(forecasts: Mapping[int, Forecast] | Mapping[int, DynamicForecast]) -> dict[str, Any]:
+    best = best_size(forecasts)
+    figures = {
+        str(size): {"acceptance_length": round(one.acceptance_length, 4), "speedup": round(one.speedup, 4)}
+        for size, one in forecasts.items()
+    }
+    return {"best": best, "forecast": figures[str(best)], "forecasts": figures}
+
+
+def _speedup(forecasts: Mapping[int, Forecast] | Mapping[int, DynamicForecast]) -> float:
+    """Of the best size."""
+    return forecasts[best_size(forecasts)].speedup
+
+
+def show(
+    forecasts: dict[int, Forecast],
+    dynamic: dict[int, DynamicForecast],
+    costs: CostCurve,
+    draft_costs: float | DraftCosts,
+    console: Console,
+) -> None:
+    """One line per size: cost, forecast acceptance length and forecast speedup of the static tree, and of the dynamic
+    one where there is one; the best of all marked."""
+    drafting = (
+        f"drafting {draft_costs.first * 1e3:.1f} ms and {draft_costs.static_level[1] * 1e3:.1f} ms for each level more"
+        if isinstance(draft_costs, DraftCosts)
+        else f"drafting {draft_costs * 1e3:.1f} ms"
+    )
     console.print(
         f"one step of one token takes {costs.at(1) * 1e3:.1f} ms at about {costs.context_length} tokens of context, "
-        f"drafting {draft_seconds * 1e3:.1f} ms ({costs.device}, {costs.dtype})"
+        f"{drafting} ({costs.device}, {costs.dtype})"
     )
     table = Table(box=None)
-    for heading in ("nodes", "t(n)/t(1)", "depth", "acceptance length", "speedup", ""):
+    headings = ["nodes", "t(n)/t(1)", "depth", "acceptance length", "speedup", ""]
+    headings += ["dynamic: depth x width", "acceptance length", "speedup", ""] if dynamic else []
+    for heading in headings:
         table.add_column(heading, justify="right")
     best = best_size(forecasts)
+    on_top = bool(dynamic) and _speedup(dynamic) > _speedup(forecasts)
     for size, forecast in forecasts.items():
-        table.add_row(
-            str(size),
-            f"{costs.ratio(size):.2f}",
-            str(max(map(len, forecast.paths), default=0)),
-            f"{forecast.acceptance_length:.3f}",
-            f"{forecast.speedup:.3f}",
-            "best" if size == best else "",
-        )
+        cells = [str(size), f"{costs.ratio(size):.2f}", str(max(map(len, forecast.paths), default=0))]
+        cells += [f"{forecast.acceptance_length:.3f}", f"{forecast.speedup:.3f}"]
+        cells.append("best" if size == best and not on_top else "")
+        if size in dynamic:
+            one = dynamic[size]
+            cells += [f"{one.plan.depth} x {one.plan.width}", f"{one.acceptance_length:.3f}", f"{one.speedup:.3f}"]
+            cells.append("best" if on_top and size == best_size(dynamic) else "")
+        table.add_row(*cells)
     console.print(table)
-    if best == 1:
+    if best == 1 and not on_top:
         console.print("plain decoding is the fastest here: these drafts cost more than they bring")
 
 

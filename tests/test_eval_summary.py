@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from headstart.decode.drafters.plans import DynamicTree, SampledChain, StaticTree, chain_paths
 from headstart.decode.engine import StepRecord
-from headstart.errors import HeadError
+from headstart.errors import HeadError, RecipeError
 from headstart.eval.charts import columns, dots, horizontal_bars, stacked_bars
-from headstart.eval.drafters import choose_tree, plan_drafter
+from headstart.eval.drafters import choose_plan, choose_tree, plan_drafter
 from headstart.eval.gates import gates
 from headstart.eval.prompts import Question
 from headstart.eval.report import HEADLINE, build_report, to_html, to_markdown, write_report
@@ -199,6 +200,53 @@ def test_the_tree_of_a_size_is_the_tuned_one_or_the_next_smaller(tmp_path):
     (tmp_path / "trees.json").write_text("{}")
     with pytest.raises(HeadError, match="headstart tune"):
         choose_tree(tmp_path, "auto")
+
+
+def write_description(folder, head):
+    described = {"format": 1, "head": head, "hidden_size": 8, "vocab_size": 9, "target": {}}
+    (folder / "config.json").write_text(json.dumps(described))
+
+
+def test_a_plan_is_named_behind_the_head(tmp_path):
+    write_description(
+        tmp_path, {"type": "eagle3", "unrolled_steps": [{"until": 0.5, "steps": 1}, {"until": 1.0, "steps": 4}]}
+    )
+    trees = {"choices": {"3": [[0], [1]], "5": [[0], [1], [0, 0], [1, 0]]}, "best": 3, "device": "cpu"}
+    trees |= {"dtype": "float32", "forecasts": {"3": {"speedup": 1.2}, "5": {"speedup": 1.1}}}
+    dynamic = {"4": {"depth": 2, "width": 2, "num_nodes": 4}, "8": {"depth": 3, "width": 4, "num_nodes": 8}}
+    trees["dynamic"] = {"choices": dynamic, "best": 8, "forecasts": {"8": {"speedup": 1.4}}}
+    trees["plan"] = "dynamic"
+    (tmp_path / "trees.json").write_text(json.dumps(trees))
+    named = {
+        name: plan_drafter(name, tmp_path, "auto") for name in ("head", "head@tree", "head@tree5", "head@dynamic4")
+    }
+    best = DynamicTree(depth=3, width=4, num_nodes=8)
+    assert named["head"].plan == best and named["head"].forecast == {"speedup": 1.4} and named["head"].budget == 8
+    assert named["head"].tree == {"depth": 3, "width": 4, "num_nodes": 8, "stop_below": 0.0}
+    assert named["head@tree"].tree == [(0,), (1,)] and named["head@tree"].forecast == {"speedup": 1.2}
+    assert named["head@tree5"].tree == [(0,), (1,), (0, 0), (1, 0)] and named["head@tree5"].budget == 5
+    assert named["head@dynamic4"].plan == DynamicTree(depth=2, width=2, num_nodes=4)
+    assert plan_drafter("head", tmp_path, 5).tree == named["head@tree5"].tree, "eval.tree means a static tree"
+    assert plan_drafter("head@chain3", tmp_path, "auto").tree == chain_paths(3)
+    assert plan_drafter("head@chain", tmp_path, "auto").tree == chain_paths(4), "as deep as it was trained"
+    assert plan_drafter(f"head@drawn2:{tmp_path}", None, "auto").plan == SampledChain(length=2)
+    del trees["plan"]
+    (tmp_path / "trees.json").write_text(json.dumps(trees))
+    assert isinstance(plan_drafter("head", tmp_path, "auto").plan, StaticTree)
+    trees["dynamic"] = {**trees["dynamic"], "choices": {"4": {"depth": "deep"}}}
+    (tmp_path / "trees.json").write_text(json.dumps(trees))
+    with pytest.raises(HeadError, match="no file of trees"):
+        choose_plan(tmp_path, "dynamic", "auto")
+
+
+@pytest.mark.parametrize(("head", "depth"), [({"type": "medusa", "num_heads": 2}, 2), ({"type": "eagle"}, 3)])
+def test_without_tuning_there_are_chains_and_plain_dynamic_trees(tmp_path, head, depth):
+    write_description(tmp_path, head)
+    assert choose_plan(tmp_path, None, "auto") == (StaticTree(paths=chain_paths(depth)), {}, None)
+    assert choose_plan(tmp_path, "dynamic", 4)[0] == DynamicTree(depth=3, width=4, num_nodes=4)
+    for name in ("head@", "head@chian3", "chain3", "head@chain-1", "Head"):
+        with pytest.raises(RecipeError, match="is not known; expected none, ngram, head"):
+            plan_drafter(name, tmp_path, "auto")
 
 
 def test_an_ngram_drafter_stays_within_the_asked_size():

@@ -11,21 +11,35 @@ import tiny
 import torch
 
 from headstart.decode.cost import SIZES
-from headstart.decode.drafters.medusa import MedusaDrafter
+from headstart.decode.drafters.heads import head_drafter
+from headstart.decode.drafters.plans import DynamicTree
 from headstart.errors import DataError
-from headstart.eval import tune
-from headstart.eval.drafters import choose_tree
-from headstart.heads.store import load_head, save_head
+from headstart.eval import measure, tune
+from headstart.eval.drafters import choose_plan, choose_tree
+from headstart.heads.base import Head
+from headstart.heads.configs import HEADS
+from headstart.heads.store import build_head, load_head, save_head
 from headstart.recipe import load_recipe
+from headstart.target import Target
 
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory) -> Path:
     """A run with an untrained head of three levels, and chats of its own to tune on."""
-    folder = tmp_path_factory.mktemp("tune")
-    place = tiny.save(folder / "target", "llama")
     target = tiny.target("llama")
-    head = head_cases.head_for(target, num_heads=3)
+    return make_run(tmp_path_factory.mktemp("tune"), target, head_cases.head_for(target, num_heads=3))
+
+
+@pytest.fixture(scope="module", params=["eagle", "eagle3"])
+def eagle_run(request, tmp_path_factory) -> Path:
+    """The same with an untrained head that reads its own states."""
+    target = tiny.target("llama")
+    config = HEADS[request.param].model_validate({"type": request.param, "unrolled_steps": 2})
+    return make_run(tmp_path_factory.mktemp(request.param), target, build_head(config, target))
+
+
+def make_run(folder: Path, target: Target, head: Head) -> Path:
+    place = tiny.save(folder / "target", "llama")
     save_head(head, folder / "run/head", fingerprint=target.fingerprint(), training_record={})
     chats = [
         [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": f"{n}{n} " * 5}] for n in range(9)
@@ -51,7 +65,7 @@ def test_every_size_has_a_tree_that_the_drafter_takes(run_folder, trees):
     head = load_head(run_folder / "head", target)
     for size, paths in trees["choices"].items():
         assert len(paths) <= int(size) - 1 and all(1 <= len(path) <= 3 for path in paths)
-        MedusaDrafter(head, target, paths)
+        head_drafter(head, target, [tuple(path) for path in paths])
     tree, forecast = choose_tree(run_folder / "head", "auto")[:2]
     assert [list(path) for path in tree] == trees["choices"][str(trees["best"])]
     assert forecast["speedup"] == trees["forecast"]["speedup"]
@@ -65,6 +79,36 @@ def test_the_forecast_follows_from_costs_and_acceptance(trees):
             expected = figures["acceptance_length"] * seconds[1] / cost
             assert figures["speedup"] == pytest.approx(expected, rel=1e-3)
     assert trees["forecast"]["speedup"] == max(figures["speedup"] for figures in trees["forecasts"].values())
+
+
+def test_dynamic_trees_are_tuned_beside_static_ones(eagle_run, capsys):
+    trees = tune.run(str(eagle_run))
+    assert json.loads((eagle_run / "head/trees.json").read_text()) == trees
+    target = tiny.target("llama")
+    head = load_head(eagle_run / "head", target)
+    assert trees["dynamic"]["choices"].keys() == trees["choices"].keys() - {"1"}
+    for size, numbers in trees["dynamic"]["choices"].items():
+        assert numbers["num_nodes"] == int(size) and numbers["depth"] < int(size)
+        head_drafter(head, target, DynamicTree(**numbers))
+        head_drafter(head, target, [tuple(path) for path in trees["choices"][size]])
+    speedups = {kind: part["forecast"]["speedup"] for kind, part in (("tree", trees), ("dynamic", trees["dynamic"]))}
+    assert speedups[trees["plan"]] == max(speedups.values())
+    chosen, forecast, tuned_on = choose_plan(eagle_run / "head", None, "auto")
+    assert isinstance(chosen, DynamicTree) == (trees["plan"] == "dynamic") and tuned_on == ("cpu", "float32")
+    assert forecast["speedup"] == speedups[trees["plan"]]
+    levels = trees["draft_seconds"]
+    assert levels["first"] > 0 and levels["static_level"].keys() == levels["dynamic_level"].keys()
+    text = capsys.readouterr().out
+    assert "for each level more" in text and "dynamic: depth x width" in text
+
+
+def test_a_report_compares_the_plans_of_a_head(eagle_run, tmp_path):
+    names = ["head@chain2", "head@tree4", "head@dynamic4", "head@drawn2"]
+    settings = ["eval.num_prompts=2", "eval.max_new_tokens=8", "eval.identity_prompts=2", "eval.prompts=[]"]
+    report = measure.run(head=str(eagle_run), drafters=names, overrides=settings, output=str(tmp_path))
+    assert [line["name"] for line in report["details"]["drafters"]] == names
+    assert report["drafter_parameters"] == sum(p.numel() for p in load_head(eagle_run / "head").parameters())
+    assert report["details"]["identity"]["passed"]
 
 
 def test_too_few_held_out_answers_are_said(run_folder):

@@ -1,4 +1,4 @@
-"""train/medusa.py from the command line: every packaged recipe runs small, and mistakes end in one sentence."""
+"""The training scripts from the command line: every packaged recipe runs small, and mistakes end in one sentence."""
 
 from __future__ import annotations
 
@@ -11,22 +11,26 @@ import pytest
 
 from headstart.heads.store import read_description
 from headstart.recipe import PACKAGED, load_recipe
-from headstart.train import medusa, preparation
+from headstart.train import eagle, medusa, preparation
 from headstart.train.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(path.name for path in PACKAGED.glob("*.yaml"))
 FAST = "llama8b.yaml"
+SCRIPTS = {"medusa": medusa.main, "eagle": eagle.main, "eagle3": eagle.main}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == FAST else pytest.mark.slow) for name in RECIPES]
+    "name",
+    [pytest.param(name, marks=[] if name in (FAST, "smollm2-eagle3.yaml") else pytest.mark.slow) for name in RECIPES],
 )
 def test_every_packaged_recipe_smoke_runs(tmp_path, capsys, name):
-    medusa.main(["--recipe", name, "--smoke", "--output", str(tmp_path)])
+    main = SCRIPTS[load_recipe(name).head.type]
+    main(["--recipe", name, "--smoke", "--output", str(tmp_path)])
     run = tmp_path / f"{load_recipe(name).name}-smoke"
     text = capsys.readouterr().out
     assert "--smoke: target: random weights in the architecture of" in text
+    assert "outside of it lie" in text and ("unrolled steps: 1 in steps 1 to" in text) == ("eagle" in name)
     assert "world size 1" in text and "trainable of" in text and text.rstrip().endswith(f"headstart eval --head {run}")
     record = read_description(run / "head")["training"]
     assert record["recipe"] == run.name and record["chat"] == load_recipe(name).data.chat.model_dump()
@@ -36,9 +40,9 @@ def test_every_packaged_recipe_smoke_runs(tmp_path, capsys, name):
     assert load_recipe(run / "recipe.yaml").train.max_steps == 6
 
     with pytest.raises(SystemExit) as stopped:
-        medusa.main(["--recipe", name, "--smoke", "--output", str(tmp_path)])
+        main(["--recipe", name, "--smoke", "--output", str(tmp_path)])
     assert stopped.value.code == 1 and "holds a run already" in capsys.readouterr().err
-    medusa.main(["--recipe", name, "--smoke", "--output", str(tmp_path), "--resume"])
+    main(["--recipe", name, "--smoke", "--output", str(tmp_path), "--resume"])
     assert "going on from" in capsys.readouterr().out
     assert read_metrics(run / "metrics.jsonl") == lines
 
@@ -60,6 +64,14 @@ def test_mistakes_end_in_a_sentence_before_a_folder_is_made(tmp_path, capsys, ar
     assert stopped.value.code == status
     assert sentence in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_recipe_for_another_head_is_sent_to_the_verb_that_finds_its_script(tmp_path, capsys):
+    for main, name in ((medusa.main, "smollm2-eagle.yaml"), (eagle.main, FAST)):
+        with pytest.raises(SystemExit) as stopped:
+            main(["--recipe", name, "--output", str(tmp_path)])
+        assert stopped.value.code == 2
+        assert f"`headstart train --recipe {name}` finds the right one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["7", "1e3", "on", "null"])
