@@ -81,7 +81,8 @@ def test_the_forecast_follows_from_costs_and_acceptance(trees):
     assert trees["forecast"]["speedup"] == max(figures["speedup"] for figures in trees["forecasts"].values())
 
 
-def test_dynamic_trees_are_tuned_beside_static_ones(eagle_run, capsys):
+def test_dynamic_trees_are_tuned_beside_static_ones(eagle_run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")  # or the headings of the table are broken into lines
     trees = tune.run(str(eagle_run))
     assert json.loads((eagle_run / "head/trees.json").read_text()) == trees
     target = tiny.target("llama")
