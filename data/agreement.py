@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from headstart.data.packing import TokenBatch
 from headstart.target import Target
@@ -38,17 +39,31 @@ class Agreement:
         )
 
 
+def forward_states(target: Target) -> Callable[[TokenBatch], Tensor]:
+    """Gives the final states of a batch, [batch, seq, dim], by a forward of the target."""
+    return lambda batch: target.forward(batch.input_ids, batch.position_ids, target.masks(*batch.attention())).final
+
+
 @torch.no_grad()
-def agreement(target: Target, batches: Iterable[TokenBatch], *, max_tokens: int = 4096) -> Agreement:
-    """Compares until `max_tokens` labels were seen. A batch is one forward of the target; logits are made in chunks."""
+def agreement(
+    target: Target,
+    batches: Iterable[TokenBatch],
+    *,
+    max_tokens: int = 4096,
+    final: Callable[[TokenBatch], Tensor] | None = None,
+) -> Agreement:
+    """Compares until `max_tokens` labels were seen; logits are made in chunks.
+
+    final: gives the final states of a batch, [batch, seq, dim]; None: one forward of the target each.
+    """
+    final = final or forward_states(target)
     matches = tokens = 0
     for batch in batches:
         batch = batch.to(target.device)
         labels, scored = batch.labels_at(1)
         if not scored.any():
             continue
-        features = target.forward(batch.input_ids, batch.position_ids, target.masks(*batch.attention()))
-        for hidden, label in zip(features.final[scored].split(CHUNK), labels[scored].split(CHUNK), strict=True):
+        for hidden, label in zip(final(batch)[scored].split(CHUNK), labels[scored].split(CHUNK), strict=True):
             matches += int((target.output.logits(hidden).argmax(-1) == label).sum())
         tokens += int(scored.sum())
         if tokens >= max_tokens:

@@ -145,12 +145,15 @@ class FeatureCache:
         return sorted(self.folder.glob("manifest-*.json"))
 
     def _take(self, shard: Shard) -> None:
-        """Adds the rows of a shard; those that another has too stay where they were found first."""
+        """Adds the rows of a shard; those that another has too stay where they were found first.
+
+        A shard that was removed, as a damaged one is to be, is forgotten, whoever wrote it: its rows are not there.
+        """
         if shard.file in self._shards:
             return
         path = self.folder / shard.file
         if not path.is_file():
-            raise self._damaged(shard, "it is missing")
+            return
         if path.stat().st_size != shard.bytes:
             raise self._damaged(shard, f"it has {path.stat().st_size} bytes, {shard.bytes} were written")
         try:

@@ -131,11 +131,6 @@ class Head(nn.Module, ABC):
     def __init__(self, config: HeadConfig, *, hidden_size: int, vocab_size: int, vocab: DraftVocab | None = None):
         super().__init__()
         _check_vocab(config, vocab_size, vocab)
-        if "reverse-kl" in config.loss_weights and config.teacher_top_k is not None:
-            raise HeadError(
-                "loss reverse-kl needs the target's whole distribution, but teacher_top_k is "
-                f"{config.teacher_top_k}; set it to null"
-            )
         self.config, self.hidden_size, self.vocab_size, self.vocab = config, hidden_size, vocab_size, vocab
 
     @property

@@ -66,6 +66,12 @@ class HeadConfig(Config):
         """The mixture as weights by name; a single loss weighs 1."""
         return dict(self.loss) if isinstance(self.loss, dict) else {self.loss: 1.0}
 
+    @model_validator(mode="after")
+    def _check_loss(self) -> HeadConfig:
+        if "reverse-kl" in self.loss_weights and self.teacher_top_k is not None:
+            raise ValueError("loss `reverse-kl` needs the target's whole distribution; set `teacher_top_k` to null")
+        return self
+
 
 class MedusaConfig(HeadConfig):
     """Medusa heads: head i reads the target's final state at position j and predicts token j + 2 + i.

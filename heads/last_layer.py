@@ -73,7 +73,7 @@ def last_layers(target: Target, layers: Sequence[DraftLayer]) -> list[LayerCopy]
     if len(layers) > target.num_layers:
         return f"it has {target.num_layers} layers, the head {len(layers)}"
     copies = []
-    for ours, theirs in zip(layers, list(target.layers)[-len(layers) :], strict=True):
+    for ours, theirs in zip(layers, target.layers[-len(layers) :], strict=True):
         copy = _copy(theirs)
         if isinstance(copy, str):
             return copy

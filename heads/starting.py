@@ -49,6 +49,11 @@ def as_used(config: Config, target: Target) -> Config:
         values["embedding_scale"] = 1 / embedding_scale(target)
         values["feature_scale"] = 1 / Scales.measure(target).of(None)
     open_values = {name: value for name, value in values.items() if getattr(config, name) is None}
+    if isinstance(config, Eagle3Config) and config.layers is not None and config.layers[-1] > target.num_layers:
+        raise HeadError(
+            f"head.layers asks for HF[{config.layers[-1]}], {target.name} has HF[0] to HF[{target.num_layers}]; "
+            "leave it null for the usual three"
+        )
     # validated again: the target's own numbers have to fit together with those that were given
     try:
         return type(config).model_validate({**config.model_dump(), **open_values})

@@ -70,11 +70,12 @@ def build_head(
 
 
 def _starting_head(path: Path, target: Target, read_foreign: Callable[[Path, Target], Head] | None) -> Head:
-    if (path / WEIGHTS).is_file():
-        return load_head(path, target)
+    for folder in (path, path / "head"):  # a head, or the run that trained it
+        if (folder / WEIGHTS).is_file():
+            return load_head(folder, target)
     if read_foreign is None or not path.exists():
         raise HeadError(
-            f"head.init is {path}, which holds no trained head; name a folder written by training, or `last-layer`"
+            f"head.init is {path}, which holds no trained head; name a run, a head's folder, last-layer or random"
         )
     return read_foreign(path, target)
 

@@ -68,6 +68,7 @@ _EXPECTED = {
     "greater_than": "a number above {gt:g}",
     "less_than_equal": "at most {le:g}",
     "less_than": "a number below {lt:g}",
+    "multiple_of": "a multiple of {multiple_of:g}",
 }
 
 

@@ -35,6 +35,8 @@ def run_export(
     allow_other_target: bool = False,
 ) -> int:
     """Write the head of a run in another tool's layout; checked: then look at what was written. Returns the status."""
+    _refuse_existing(output)
+    stored_dtype = None if dtype is None else parse_dtype(dtype)
     trained = open_trained(head, target, device="cpu")
     assert trained.head is not None
     loaded = load_head(trained.head, trained.target, allow_other_target)
@@ -43,7 +45,7 @@ def run_export(
         trained.target,
         output,
         format_name,
-        dtype=None if dtype is None else parse_dtype(dtype),
+        dtype=stored_dtype,
         target_name=target_name or _hub_id(trained.target.name),
         num_tokens=num_tokens,
     )
@@ -70,15 +72,20 @@ def run_import(
     foreign = read_foreign(folder)
     if layers is not None:
         foreign = with_layers(foreign, layers)
-    if Path(output).exists():
-        raise HeadError(f"{output} exists already and is kept; give another --output")
-    loaded = load_target(target, dtype=dtype or "bfloat16", device="cpu")
+    _refuse_existing(output)
+    loaded = load_target(target, dtype=dtype or "auto", device="cpu")
     head = imported_head(foreign, loaded)
     source = {"format": foreign.format, "folder": Path(folder).resolve().name, "target": foreign.target_name}
     save_head(head, output, fingerprint=loaded.fingerprint(), training_record={"imported": source})
     count = sum(parameter.numel() for parameter in head.parameters())
     print(f"{output}: a head of type {foreign.type} with {count:,} parameters, from the {foreign.format} layout")
     print(f'try: headstart generate --head {output} --target {target} "Explain tides to a child."')
+
+
+def _refuse_existing(output: str) -> None:
+    """Before anything is loaded."""
+    if Path(output).exists():
+        raise HeadError(f"{output} exists already and is kept; give another --output")
 
 
 def _hub_id(name: str) -> str | None:

@@ -66,6 +66,7 @@ def run(
     say = print if not rank else (lambda *words, **options: None)
     target, _ = load_recipe_target(recipe, device=device or _own_device())
     check_target(target)
+    trained = None if head is None else load_head(find_head(Path(head))[1], target)
     recipe = with_limit(recipe, limit)
     data = prepare(recipe, target.tokenizer, vocab_size=target.vocab_size, max_positions=target.max_positions)
     say(data.summary())
@@ -81,8 +82,7 @@ def run(
         elif not rank:
             _verify(cache)
         storage = cache.storage
-    if head is not None:
-        trained = load_head(find_head(Path(head))[1], target)
+    if trained is not None:
         say(storage_loss(trained, target, data.held_out[:ANSWERS_REPLAYED], storage))
     say(f"train with it: --set data.features=offline --set data.feature_cache={folder}")
     return folder

@@ -451,6 +451,13 @@ def test_training_goes_on_from_a_saved_head(target, kind, tmp_path):
         assert torch.equal(head.state_dict()[name], tensor.float())
 
 
+def test_a_run_can_be_started_from_by_the_name_of_its_folder(target, tmp_path):
+    saved(target, tmp_path / "run/head", kind="eagle3", output="shared", vocab=None)
+    by_run, by_head = (build_head(Eagle3Config(init=str(tmp_path / one)), target) for one in ("run", "run/head"))
+    for name, tensor in by_run.state_dict().items():
+        assert torch.equal(by_head.state_dict()[name], tensor)
+
+
 def test_output_rows_are_carried_over_by_token(target, tmp_path):
     old_vocab, new_vocab = vocab_of(range(0, 60)), vocab_of(range(40, 100))
     folder = saved(target, tmp_path / "old", kind="eagle3", output="own", vocab=old_vocab)
@@ -521,8 +528,10 @@ def test_settings_that_only_a_target_can_refuse(target):
         build_head(Eagle3Config(num_attention_heads=3), target)
     with pytest.raises(HeadError, match="lacks what rope_type yarn needs"):
         build_head(Eagle3Config(rope={"rope_type": "yarn", "rope_theta": 1e4}), target)
-    with pytest.raises(HeadError, match="reverse-kl needs the target's whole distribution"):
-        build_head(EagleConfig(loss="reverse-kl", teacher_top_k=4), target)
+    with pytest.raises(ValueError, match="needs the target's whole distribution"):
+        EagleConfig(loss="reverse-kl", teacher_top_k=4)
+    with pytest.raises(HeadError, match=r"asks for HF\[9\]"):
+        build_head(Eagle3Config(layers=[0, 9], init="random"), target)
 
 
 def test_stages_begin_where_the_one_before_ends():

@@ -15,10 +15,13 @@ from headstart.data.features import compute, jobs
 from headstart.data.packing import RowStore, collate
 from headstart.data.progress import Progress
 from headstart.errors import DataError, TargetError, TrainingError
+from headstart.heads.vocab import DraftVocab
 from headstart.light_target import load_light_target
 from headstart.recipe import Recipe
 from headstart.target import Target, load_target
+from headstart.train.ceiling import outside
 from headstart.train.features import OnlineFeatures
+from headstart.train.preparation import foreign_answers, known_states, recipe_batches
 
 SETTINGS = ("train.save_every=5", "train.eval_every=4", "train.max_steps=20")
 ROWS, HELD_OUT = cases.random_rows(26), cases.random_rows(5, seed=1, name="held")
@@ -156,6 +159,20 @@ def test_offline_training_holds_no_layer(tmp_path):
     training.finish()
     train(tmp_path / "online", recipe(tmp_path, "online"))
     same_training(tmp_path / "online", tmp_path / "run")
+
+
+def test_offline_what_is_said_before_training_is_read_from_the_cache(tmp_path):
+    made, whole = recipe(tmp_path, "offline"), tiny.target()
+    write_cache(made)
+    vocab = DraftVocab(list(range(0, whole.vocab_size, 2)), whole.vocab_size)
+    batches = list(recipe_batches(HELD_OUT, made))
+    ceiling, warning = outside(whole, vocab, batches), foreign_answers(whole, ROWS, recipe(tmp_path, "online"))
+    calls = count_forwards(whole)
+    found = outside(whole, vocab, batches, final=known_states(made, whole))
+    assert ceiling is not None and found is not None
+    assert (found.argmaxes, found.tokens) == (ceiling.argmaxes, ceiling.tokens)
+    assert found.probability == pytest.approx(ceiling.probability, rel=1e-5)
+    assert foreign_answers(whole, ROWS, made) == warning and not calls
 
 
 def test_a_checkpoint_in_several_files_opens_those_that_are_asked_for(tmp_path):

@@ -342,3 +342,14 @@ def test_other_data_are_noticed(tmp_path):
     run_stopped_at(tmp_path / "run", recipe, 5)
     with pytest.raises(TrainingError, match="step-00000005 has rows "):
         cases.training(tmp_path / "run", recipe, resume=True, rows=cases.random_rows(26, seed=7))
+
+
+def test_a_finished_run_that_is_resumed_keeps_what_was_tuned_for_its_head(tmp_path):
+    made = cases.recipe("train.max_steps=4")
+    cases.training(tmp_path / "run", made).finish()
+    before = cases.weights(tmp_path / "run/head")
+    (tmp_path / "run/head/trees.json").write_text("{}")
+    again = cases.training(tmp_path / "run", made, resume=True)
+    assert again.finish().step == 4 and (tmp_path / "run/head/trees.json").read_text() == "{}"
+    for name, value in cases.weights(tmp_path / "run/head").items():
+        assert torch.equal(value, before[name])

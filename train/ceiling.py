@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from headstart.data.agreement import forward_states
 from headstart.data.packing import TokenBatch
 from headstart.heads.vocab import DraftVocab
 from headstart.target import Target
@@ -35,11 +37,19 @@ class Outside:
 
 
 @torch.no_grad()
-def outside(target: Target, vocab: DraftVocab, batches: Iterable[TokenBatch], max_tokens: int = 2048) -> Outside | None:
+def outside(
+    target: Target,
+    vocab: DraftVocab,
+    batches: Iterable[TokenBatch],
+    max_tokens: int = 2048,
+    final: Callable[[TokenBatch], Tensor] | None = None,
+) -> Outside | None:
     """Looks at the predictions of supervised tokens until `max_tokens` were seen; None where there are none.
 
-    A batch is one forward of the target; logits are made in chunks.
+    final: gives the final states of a batch, [batch, seq, dim]; None: one forward of the target each. Logits are made
+    in chunks.
     """
+    final = final or forward_states(target)
     ids = vocab.ids.to(target.device)
     inside = torch.zeros((), dtype=torch.float64, device=target.device)
     drafted = tokens = 0
@@ -48,8 +58,7 @@ def outside(target: Target, vocab: DraftVocab, batches: Iterable[TokenBatch], ma
         scored = batch.labels_at(1)[1]
         if not scored.any():
             continue
-        features = target.forward(batch.input_ids, batch.position_ids, target.masks(*batch.attention()))
-        for hidden in features.final[scored].split(CHUNK):
+        for hidden in final(batch)[scored].split(CHUNK):
             logits = target.output.logits(hidden).float()
             inside += (logits[:, ids].logsumexp(-1) - logits.logsumexp(-1)).double().exp().sum()
             drafted += int(torch.isin(logits.argmax(-1), ids).sum())

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from headstart.heads.formats import load_foreign
 from headstart.heads.store import build_head
 from headstart.train.curriculum import describe_curriculum
 from headstart.train.loop import Training
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         seed_everything(recipe.seed)
         vocab = draft_vocab(recipe, target, data, accelerator)
-        head = build_head(recipe.head, target, vocab)
+        head = build_head(recipe.head, target, vocab, read_foreign=load_foreign)
 
         run, recipe = take_folder(path, recipe, options, accelerator)
         training = Training(recipe, run, accelerator, target, head, data.train, data.held_out)

@@ -72,6 +72,9 @@ class Training:
         """Trains to the last step, from wherever the run stands, and writes `head/`: the best head if any was held to
         be best, else the last one."""
         train, total = self.recipe.train, self.schedule.total_steps
+        if self.progress.step == total and self.run.head.is_dir():
+            self.metrics.close()
+            return self.progress  # finished before; beside its head may lie what was tuned for it
         logged = None
         self.meter.start(self.progress.step, total)
         while self.progress.step < total:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
-from torch import nn
+from torch import Tensor, nn
 
 from headstart.data.agreement import agreement
 from headstart.data.packing import RowStore, TokenBatch, collate
@@ -26,7 +26,7 @@ from headstart.recipe import Recipe, load_recipe, quoted, refuse_unbuilt, smoke
 from headstart.recipe_target import load_recipe_target, settle_dtypes
 from headstart.target import Target
 from headstart.train.ceiling import outside
-from headstart.train.features import refuse_missing
+from headstart.train.features import feature_source, refuse_missing
 from headstart.train.feed import plan_batches
 from headstart.train.loop import Training
 from headstart.train.run_folder import RunFolder, open_run, refuse_existing
@@ -183,7 +183,7 @@ def draft_vocab(recipe: Recipe, target: Target, data: Prepared, accelerator: Acc
         f"draft vocabulary: {len(vocab)} of {target.vocab_size} tokens, {shares[0]:.1%} of the training labels "
         f"and {shares[1]:.1%} of the held-out ones"
     )
-    if ceiling := outside(target, vocab, recipe_batches(data.held_out, recipe)):
+    if ceiling := outside(target, vocab, recipe_batches(data.held_out, recipe), final=known_states(recipe, target)):
         accelerator.print(f"  {ceiling}")
     return vocab
 
@@ -206,7 +206,16 @@ def recipe_batches(rows: RowStore, recipe: Recipe) -> Iterator[TokenBatch]:
 
 def foreign_answers(target: Target, rows: RowStore, recipe: Recipe) -> str | None:
     """A warning where the target itself would have written something else than the data say."""
-    return agreement(target, recipe_batches(rows, recipe), max_tokens=LABELS_LOOKED_AT).warning()
+    final = known_states(recipe, target)
+    return agreement(target, recipe_batches(rows, recipe), max_tokens=LABELS_LOOKED_AT, final=final).warning()
+
+
+def known_states(recipe: Recipe, target: Target) -> Callable[[TokenBatch], Tensor] | None:
+    """With offline features, what gives a batch's final states without the target; else None."""
+    if recipe.data.features != "offline":
+        return None
+    source = feature_source(recipe, target, (), ())
+    return lambda batch: source(batch, keep=False).final
 
 
 def describe(training: Training) -> str:

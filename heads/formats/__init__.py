@@ -133,7 +133,7 @@ def write_foreign(
     writers = WRITERS[format_name]
     if kind not in writers:
         fitting = ", ".join(name for name, by_type in WRITERS.items() if kind in by_type)
-        raise HeadError(f"the format {format_name} has no place for a {kind} head; give --format {fitting}")
+        raise HeadError(f"the format {format_name} has no place for {kind} heads; give --format {fitting}")
     dtype = dtype or next(head.parameters()).dtype
     exported = writers[kind](Source(head, target, dtype, target_name, num_tokens))
     check_state(exported.tensors, str(folder))
