@@ -283,10 +283,14 @@ def measure_levels(
 ) -> DraftCosts:
     """What one level of a tree adds to drafting, by the nodes expanded in it, for static and for dynamic trees."""
     first = measure_drafting(head, target, [(0,)], steps)
+
+    def of_level(plan: Plan | Sequence[Path]) -> float:
+        """Never below zero, whatever a busy machine makes of two medians."""
+        return max(0.0, (measure_drafting(head, target, plan, steps) - first) / (depth - 1))
+
     static, dynamic = {}, {}
     for width in widths:
         paths = [(rank,) + (0,) * below for below in range(depth) for rank in range(width)]
-        static[width] = (measure_drafting(head, target, paths, steps) - first) / (depth - 1)
-        plan = DynamicTree(depth=depth, width=width, num_nodes=depth * width + 1)
-        dynamic[width] = (measure_drafting(head, target, plan, steps) - first) / (depth - 1)
+        static[width] = of_level(paths)
+        dynamic[width] = of_level(DynamicTree(depth=depth, width=width, num_nodes=depth * width + 1))
     return DraftCosts(first=first, static_level=static, dynamic_level=dynamic)

@@ -14,7 +14,6 @@ import copy
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +111,7 @@ def as_json(
         "context_length": costs.context_length,
         "answers": num_answers,
         "step_seconds": {str(width): seconds for width, seconds in costs.seconds.items()},
-        "draft_seconds": asdict(draft_costs) if isinstance(draft_costs, DraftCosts) else draft_costs,
+        "draft_seconds": _by_level(draft_costs) if isinstance(draft_costs, DraftCosts) else draft_costs,
         **_figures(forecasts),
         "choices": {str(size): [list(path) for path in forecast.paths] for size, forecast in forecasts.items()},
     }
@@ -124,6 +123,15 @@ def as_json(
         trees["dynamic"] = {**_figures(dynamic), "choices": choices}
         trees["plan"] = "dynamic" if _speedup(dynamic) > _speedup(forecasts) else "tree"
     return trees
+
+
+def _by_level(costs: DraftCosts) -> dict[str, Any]:
+    """As JSON has it: names of numbers are text."""
+    levels = {"static_level": costs.static_level, "dynamic_level": costs.dynamic_level}
+    return {
+        "first": costs.first,
+        **{name: {str(width): seconds for width, seconds in found.items()} for name, found in levels.items()},
+    }
 
 
 def _figures(forecasts: Mapping[int, Forecast] | Mapping[int, DynamicForecast]) -> dict[str, Any]:
