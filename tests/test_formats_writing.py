@@ -237,7 +237,7 @@ def test_what_a_layout_has_no_place_for_is_refused(target, tmp_path):
         assert not (tmp_path / "out").exists()
 
     refused(
-        "format speculators has no place for a medusa head; give --format medusa",
+        "format speculators has no place for medusa heads; give --format medusa",
         head_of("medusa", target),
         "speculators",
     )

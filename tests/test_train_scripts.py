@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from headstart.cli import TRAINING_SCRIPTS
+from headstart.heads.configs import HEADS
 from headstart.heads.store import read_description
 from headstart.recipe import PACKAGED, load_recipe
 from headstart.train import eagle, medusa, preparation
@@ -64,6 +66,12 @@ def test_mistakes_end_in_a_sentence_before_a_folder_is_made(tmp_path, capsys, ar
     assert stopped.value.code == status
     assert sentence in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_every_head_has_a_script():
+    assert TRAINING_SCRIPTS.keys() == HEADS.keys() == SCRIPTS.keys()
+    for kind, name in TRAINING_SCRIPTS.items():
+        assert SCRIPTS[kind].__module__ == name
 
 
 def test_a_recipe_for_another_head_is_sent_to_the_verb_that_finds_its_script(tmp_path, capsys):
