@@ -81,7 +81,8 @@ def shared_copy(target: Target) -> Target:
 def untouched(target: Target) -> Target:
     """The same weights, not copied, under the model's own modules and transformers' sdpa attention (eager where it has
     none)."""
-    model = _over_shared_weights(target, _plain_modules(target))
+    plain = {id(module): module.plain() for module in target.model.modules() if isinstance(module, Swapped)}
+    model = _over_shared_weights(target, plain)
     try:
         model.set_attn_implementation("sdpa")
     except (ValueError, ImportError):
@@ -91,14 +92,14 @@ def untouched(target: Target) -> Target:
 
 def in_float32(target: Target) -> Target:
     """The target with its weights widened to float32: exactly the same numbers, so only the arithmetic is finer."""
-    same = untouched(target)
-    model = copy.deepcopy(same.model).float()
+    return _in_dtype(target, torch.float32)
+
+
+def _in_dtype(target: Target, dtype: torch.dtype) -> Target:
+    """A copy of the weights under the model's own modules."""
+    model: Any = copy.deepcopy(untouched(target).model)  # a wrapper without types
+    model.to(dtype)
     return Target(model, target.tokenizer, name=target.name)
-
-
-def _plain_modules(target: Target) -> dict[int, nn.Module]:
-    """By id of each swapped module, what it stands in for."""
-    return {id(module): module.plain() for module in target.model.modules() if isinstance(module, Swapped)}
 
 
 def _over_shared_weights(target: Target, instead: dict[int, nn.Module]) -> Any:
@@ -116,8 +117,7 @@ def linear_seconds(target: Target, widths: tuple[int, ...]) -> dict[torch.dtype,
     """
     seconds = {}
     for dtype in (torch.bfloat16, torch.float32):
-        model = copy.deepcopy(_over_shared_weights(target, _plain_modules(target))).to(dtype)
-        trial = Target(model, target.tokenizer, name=target.name)
+        trial = _in_dtype(target, dtype)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             make_faster(trial)

@@ -170,14 +170,18 @@ def feature_source(
     return CachedFeatures(FeatureCache(folder, key), target, wants)
 
 
+def cached_finals(recipe: Recipe, target: Target) -> CachedFeatures:
+    """The final states alone, from the cache of an offline recipe."""
+    return CachedFeatures(FeatureCache(feature_folder(recipe), cache_key(target, recipe, (), None)), target, ())
+
+
 def refuse_missing(recipe: Recipe, target: Target, parts: Sequence[Sequence[Row]]) -> None:
     """Raises TrainingError where a row is not in the cache of the recipe, whatever its layers, naming the first."""
-    folder = feature_folder(recipe)
-    cache = FeatureCache(folder, cache_key(target, recipe, (), None))
+    cache = cached_finals(recipe, target).cache
     missing = [rows[number] for rows in parts for number, row in enumerate(hashes(rows)) if row not in cache]
     if missing:
         raise TrainingError(
-            f"{len(missing)} of {sum(map(len, parts))} rows are not in the feature cache {folder} (the first: "
+            f"{len(missing)} of {sum(map(len, parts))} rows are not in the feature cache {cache.folder} (the first: "
             f"{missing[0].row_id}, {missing[0].origin}); run `headstart data features` with this recipe, or set "
             "data.features: hybrid"
         )

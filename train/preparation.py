@@ -26,7 +26,7 @@ from headstart.recipe import Recipe, load_recipe, quoted, refuse_unbuilt, smoke
 from headstart.recipe_target import load_recipe_target, settle_dtypes
 from headstart.target import Target
 from headstart.train.ceiling import outside
-from headstart.train.features import feature_source, refuse_missing
+from headstart.train.features import cached_finals, refuse_missing
 from headstart.train.feed import plan_batches
 from headstart.train.loop import Training
 from headstart.train.run_folder import RunFolder, open_run, refuse_existing
@@ -214,7 +214,7 @@ def known_states(recipe: Recipe, target: Target) -> Callable[[TokenBatch], Tenso
     """With offline features, what gives a batch's final states without the target; else None."""
     if recipe.data.features != "offline":
         return None
-    source = feature_source(recipe, target, (), ())
+    source = cached_finals(recipe, target)
     return lambda batch: source(batch, keep=False).final
 
 
