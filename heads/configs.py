@@ -239,11 +239,11 @@ class EagleConfig(UnrolledConfig):
 
     noise: Number = Field(default=0.2, ge=0)
     """Uniform noise on the features while training, of amplitude `noise / 2 * 512 / length`, length being that of the
-    document, on features of root mean square 1."""
+    document, on features scaled by `feature_scale`."""
 
     embedding_scale: Number | None = Field(default=None, gt=0)
-    """What embeddings are multiplied with before they meet the features. null: brings the target's to a root mean
-    square of 1. Published heads have 1; an export multiplies it into `fc`."""
+    """What embeddings are multiplied with before they meet the features. null: the power of two that brings the
+    target's nearest to a root mean square of 1. Published heads have 1; an export multiplies it into `fc`."""
 
     feature_scale: Number | None = Field(default=None, gt=0)
     """The same for features."""

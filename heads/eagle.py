@@ -2,9 +2,9 @@
 
     s_0[j] = f_j,    x = fc([a * e; b * s]),    s' = layers(x),    logits = the target's output rows . s'
 
-with f the target's state after its final norm, e the embedding of the token read, and a, b the scales that bring both
-to a root mean square of 1 (`embedding_scale`, `feature_scale`: constants of the head, which an export multiplies into
-fc). The first layer has no norm in front of its attention. Its loss is
+with f the target's state after its final norm, e the embedding of the token read, and a, b the powers of two that bring
+both nearest to a root mean square of 1 (`embedding_scale`, `feature_scale`: constants of the head, which an export
+multiplies into fc). The first layer has no norm in front of its attention. Its loss is
 
     L = feature_loss * smooth-L1(s', f_next) + token_loss * loss(logits)
 
@@ -113,10 +113,10 @@ class EagleHead(UnrolledHead):
         gain = norm_gain(target.output.normalise, dim, target.output.weight_rows(torch.tensor([0])))
         if gain is None:
             return
-        # the state is f = gain * h / rms(h) of a stream h; its own root mean square is 1 / feature_scale
+        # the state is f = gain * h / rms(h) of a stream h
         inverse = torch.where(gain.abs() > 0.01 * gain.abs().mean(), 1 / gain, 0.0)
-        scale = 1 / self.feature_scale
         scales = Scales.measure(target, [target.num_layers - self.num_layers])
+        scale = scales.of(None)
         for index, (layer, copy) in enumerate(zip(self.layers, self.last_layers(target), strict=False)):
             assert isinstance(layer, DraftLayer)
             stream = gain / scales.of(target.num_layers - self.num_layers)

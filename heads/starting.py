@@ -6,6 +6,7 @@ it is used; null in a recipe means the target's, or those of the head to go on f
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -46,8 +47,8 @@ def as_used(config: Config, target: Target) -> Config:
     if isinstance(config, Eagle3Config):
         values["layers"] = _default_layers(target.num_layers)
     if isinstance(config, EagleConfig):
-        values["embedding_scale"] = 1 / embedding_scale(target)
-        values["feature_scale"] = 1 / Scales.measure(target).of(None)
+        values["embedding_scale"] = _power_of_two(1 / embedding_scale(target))
+        values["feature_scale"] = _power_of_two(1 / Scales.measure(target).of(None))
     open_values = {name: value for name, value in values.items() if getattr(config, name) is None}
     if isinstance(config, Eagle3Config) and config.layers is not None and config.layers[-1] > target.num_layers:
         raise HeadError(
@@ -124,3 +125,8 @@ def warm_start(head: Head, source: Head) -> None:
 
 def _ids(head: Head) -> torch.Tensor:
     return torch.arange(head.vocab_size) if head.draft_ids is None else head.draft_ids
+
+
+def _power_of_two(scale: float) -> float:
+    """The nearest one: a weight that it is multiplied into, as an export does, loses nothing in any dtype."""
+    return 2.0 ** round(math.log2(scale))

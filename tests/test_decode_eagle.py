@@ -20,7 +20,7 @@ from eagle_cases import (
 from head_cases import vocab_of
 from stubs import chain, full_tree
 
-from headstart.decode.drafters.base import Rows, take
+from headstart.decode.drafters.base import NoDraft, Rows, take
 from headstart.decode.drafters.eagle import EagleDrafter
 from headstart.decode.drafters.heads import head_drafter
 from headstart.decode.drafters.medusa import MedusaDrafter
@@ -173,6 +173,18 @@ def test_a_prophet_and_a_fool_bound_the_acceptance_length(plan, depth):
             continue  # its second choices are every token in turn
         out = decode(target, drafter, asked, batch_size=3)
         assert count_steps(one.steps for one in out).acceptance_length == (depth + 1 if right else 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafting_goes_on_beyond_the_declared_positions(kind):
+    """B39: 32 positions declared, a prompt of 40 tokens and 20 new ones; the drafts are those of a head without it."""
+    target, asked = target_of(), requests(20, lengths=(40,))
+    short, long = (head_drafter(learnt(kind, max_positions=count), target, SPARSE) for count in (32, None))
+    assert short.head.config.max_positions == 32 and long.head.config.max_positions == 128
+    drafted, other = (decode(target, drafter, asked) for drafter in (short, long))
+    assert texts(drafted) == texts(other) == texts(decode(target, NoDraft(), asked))
+    steps = [[step.accepted for step in each[0].steps] for each in (drafted, other)]
+    assert steps[0] == steps[1]
 
 
 def test_limits_ends_and_stops_are_kept():

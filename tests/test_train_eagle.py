@@ -207,7 +207,7 @@ def forecast_and_decoded(target: Target, head, paths: list[TreePath]) -> tuple[l
 
 @pytest.mark.parametrize("head", [EAGLE3, EAGLE], ids=["eagle3", "eagle"])
 def test_random_text_cannot_be_foreseen(tmp_path, head):
-    """The cheap alarm for a leak of the answer: on random tokens accuracy stays near chance, however long it trains."""
+    """B24's kind, the cheap alarm for a leak: on random tokens accuracy stays near chance, however long it trains."""
     recipe = cases.recipe(head, "train.max_steps=40", "train.lr=3e-3")
     cases.training(tmp_path / "run", recipe, held_out=cases.random_rows(40, seed=9)).finish()
     (line,) = read_metrics(tmp_path / "run/metrics.jsonl", "held_out")

@@ -16,9 +16,8 @@ def stages(config: HeadConfig) -> list[Stage]:
     return [Stage(until=1.0, steps=steps)] if isinstance(steps, int) else steps
 
 
-def describe_curriculum(config: HeadConfig, total_steps: int) -> str:
+def describe_curriculum(config: UnrolledConfig, total_steps: int) -> str:
     """What a head that unrolls starts from, and how many steps are unrolled in which optimiser steps."""
-    assert isinstance(config, UnrolledConfig)
     parts, begin = [], 0
     for stage in stages(config):
         end = math.ceil(stage.until * total_steps - 1e-9)  # as `step / total_steps < until` has it

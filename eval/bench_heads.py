@@ -1,0 +1,413 @@
+"""Compares heads that were trained on equal data for equal CPU time: τ at equal trees, acceptance by depth, speedup.
+
+    python -m headstart.eval.bench_heads --output runs/heads
+    python -m headstart.eval.bench_heads --recipes mine.yaml,smollm2-eagle3.yaml --seeds 0,1,2 --output runs/mine
+
+Every recipe is trained once per seed (a seed changes weights, order and noise) and tuned. Then, for two populations of
+prompts, topics that training never saw of kinds that it did, and kinds that it never saw:
+
+- τ along the target's own answers, of a chain of 3 and of static trees of 8, 16 and 32 nodes (root included), which is
+  what decoding them greedily yields, step by step. Trees are chosen on the held-out topics, crosswise where they are
+  scored on the same ones: on the even answers for the odd ones and the other way round.
+- speedup over the engine's own plain decoding with the tuned plan and with a chain of 3, all heads interleaved on each
+  prompt.
+
+Differences between recipes are paired by prompt: the seeds of a recipe are pooled prompt by prompt, prompts are drawn
+anew, and both sides are recomputed from the same ones. Answers that loop are left out. All parts are kept in --output,
+and the same line goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headstart.data.packing import RowStore
+from headstart.data.prepare import prepare
+from headstart.data.progress import Progress
+from headstart.decode.cost import RankedAnswer, grow_tree, replay
+from headstart.decode.decode_copy import make_faster
+from headstart.decode.drafters.plans import chain_paths
+from headstart.decode.forecast import rank_answer, record_rows
+from headstart.errors import HeadstartError, RecipeError, TrainingError, refuse_unwritable
+from headstart.eval.acceptance import Number, count_steps, loops
+from headstart.eval.drafters import TREES, plan_drafter
+from headstart.eval.intervals import bootstrap, ratio_interval, speedup_interval
+from headstart.eval.prompts import choose, load_questions
+from headstart.eval.timing import PLAIN, Answer, Contender, time_arms
+from headstart.eval.trained import Trained, open_trained
+from headstart.heads.store import load_head
+from headstart.recipe import load_recipe, override
+from headstart.train.atomic_folder import write_text
+from headstart.train.forecasting import tree_depth
+from headstart.train.run_folder import environment
+
+TOPICS, KINDS = "held_out_topics", "held_out_kinds"
+CHAIN, SIZES = 3, (8, 16, 32)
+ARMS = {"tuned": "head", f"chain {CHAIN}": f"head@chain{CHAIN}"}
+"""How each head drafts while speed is measured, as `--drafters` names it."""
+AT_A_TIME = 4
+"""Prompts that are decoded between two savings."""
+
+Counts = Sequence[Sequence[Number]]
+"""A row of sums for every answer; all heads have the same answers, in the same order."""
+
+
+# -- one head ----------------------------------------------------------------------------------------------------------
+
+
+def train(recipe: str, seed: int, folder: Path, settings: Sequence[str]) -> Path:
+    """Trains and tunes one head, in processes of their own; the run's folder. What is there already is kept."""
+    name = f"{load_recipe(recipe).name}-seed{seed}"
+    run = folder / name
+    if not (run / "head").is_dir():
+        words = ["train", "--recipe", recipe, "--name", name, "--output", str(folder), "--cpu"]
+        words += [word for setting in (*settings, f"seed={seed}") for word in ("--set", setting)]
+        _headstart(*words, *(["--resume"] if run.is_dir() else []))
+    if not (run / "head" / TREES).is_file():
+        _headstart("tune", "--head", str(run))
+    return run
+
+
+def _headstart(*words: str) -> None:
+    """Runs one verb, which says itself what is wrong where it fails."""
+    print(f"\n$ headstart {' '.join(words)}", flush=True)
+    status = subprocess.run([sys.executable, "-m", "headstart.cli", *words]).returncode
+    if status:
+        raise TrainingError(f"`headstart {words[0]}` ended with status {status}; mend it and give the same line again")
+
+
+def measure_acceptance(run: Path) -> dict[str, Any]:
+    """By population: whether each held-out answer loops, its tokens and steps by plan, and along the longest chain of
+    first choices how often each depth was tested and passed."""
+    trained = open_trained(run)
+    target = trained.target
+    make_faster(target)
+    assert trained.head is not None
+    head = load_head(trained.head, target).to(target.dtype).eval()
+    depth = tree_depth(head)
+    figures, ranked = {}, {}
+    for population in (TOPICS, KINDS):
+        texts = record_rows(target, held_out_rows(trained, population), head.wants)
+        ranked[population] = answers = [rank_answer(head, target, text, depth=depth) for text in texts]
+        plans = {f"chain {CHAIN}": [replay(answer, chain_paths(CHAIN)) for answer in answers]}
+        for size in SIZES:
+            plans[f"tree {size}"] = replay_trees(answers, ranked[TOPICS], size, crosswise=population == TOPICS)
+        longest = [replay(answer, chain_paths(depth)) for answer in answers]
+        figures[population] = {
+            "loops": [loops(text.answer) for text in texts],
+            "plans": {
+                plan: [[sum(accepted + 1 for _, accepted in steps), len(steps)] for steps in each]
+                for plan, each in plans.items()
+            },
+            "by_depth": [
+                [sum(accepted >= level for _, accepted in steps) for level in range(depth + 1)] for steps in longest
+            ],
+        }
+    return figures
+
+
+def held_out_rows(trained: Trained, population: str) -> RowStore:
+    """The target's own answers to the prompts of one population."""
+    source = f'data.held_out.sources=[{{source: "bundled:chats", split: {population}}}]'
+    recipe, target = override(trained.recipe, [source]), trained.target
+    return prepare(recipe, target.tokenizer, vocab_size=target.vocab_size, max_positions=target.max_positions).held_out
+
+
+def replay_trees(
+    answers: Sequence[RankedAnswer], chosen_on: Sequence[RankedAnswer], size: int, *, crosswise: bool
+) -> list[list[tuple[int, int]]]:
+    """The steps along each answer with the best static tree of `size` nodes; crosswise: even answers with the tree of
+    the odd ones, and the other way round."""
+    if not crosswise:
+        paths = grow_tree(chosen_on, size)
+        return [replay(answer, paths) for answer in answers]
+    trees = [grow_tree(chosen_on[1 - part :: 2], size) for part in (0, 1)]
+    return [replay(answer, trees[number % 2]) for number, answer in enumerate(answers)]
+
+
+# -- all heads on the same prompts -------------------------------------------------------------------------------------
+
+
+def measure_speed(runs: Sequence[Path], questions_each: int, stored: Path) -> list[dict[str, Any]]:
+    """One record for every prompt: tokens and seconds of plain decoding and of each head by each of ARMS.
+
+    Records are appended to `stored` (JSON lines), and those that stand there are not measured again.
+    """
+    records = _read_lines(stored)
+    trained = open_trained(runs[0])
+    target = trained.target
+    make_faster(target)
+    questions = []
+    for population in (TOPICS, KINDS):
+        source = f'eval.prompts=[{{source: "bundled:chats", split: {population}}}]'
+        found = load_questions(override(trained.recipe, [source]), target.tokenizer)
+        questions += [(population, question) for question in choose(found, questions_each)]
+    contenders = {}
+    for run in runs:
+        for arm, drafter in ARMS.items():
+            plan = plan_drafter(f"{drafter}:{run}", None, trained.recipe.eval.tree)
+            contenders[f"{run.name}, {arm}"] = Contender(plan.make(target), plan.budget)
+    done = {record["question"] for record in records}
+    coming = [pair for pair in questions if pair[1].question_id not in done]
+    with Progress("decoding", len(coming), unit="prompts", extra="tokens") as progress:
+        for first in range(0, len(coming), AT_A_TIME):
+            some = coming[first : first + AT_A_TIME]
+            measured = time_arms(
+                target,
+                contenders,
+                [question for _, question in some],
+                trained.renderer,
+                max_new_tokens=trained.recipe.eval.max_new_tokens,
+                progress=lambda tokens: progress.add(1, tokens),
+            )
+            populations = {question.question_id: population for population, question in some}
+            new = [_speed_record(answer, populations) for answer in measured.answers]
+            with stored.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(record) + "\n" for record in new)
+            records += new
+    return records
+
+
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a file, a last line that was cut off while it was written left out."""
+    if not path.is_file():
+        return []
+    whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
+    path.write_text(whole + "\n" if whole else "", encoding="utf-8")
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def _speed_record(answer: Answer, populations: dict[str, str]) -> dict[str, Any]:
+    plain = answer.arms[PLAIN]
+    return {
+        "question": answer.question.question_id,
+        "population": populations[answer.question.question_id],
+        "loops": loops(plain.token_ids),
+        "plain": [len(plain.token_ids), plain.seconds],
+        "arms": {
+            name: [len(timed.token_ids), timed.seconds, counts.emitted, counts.steps]
+            for name, timed in answer.arms.items()
+            if name != PLAIN
+            for counts in [count_steps([timed.steps])]
+        },
+    }
+
+
+# -- the comparison ----------------------------------------------------------------------------------------------------
+
+
+def compare_acceptance(found: dict[str, list[dict[str, Any]]], population: str) -> dict[str, Any]:
+    """τ of every recipe by plan, and paired differences. found: by recipe, `measure_acceptance` of its seeds."""
+    first = next(iter(found.values()))[0][population]
+    kept = [number for number, looping in enumerate(first["loops"]) if not looping]
+    plans = list(first["plans"])
+    table = {
+        recipe: {plan: [[seed[population]["plans"][plan][n] for n in kept] for seed in seeds] for plan in plans}
+        for recipe, seeds in found.items()
+    }
+    pooled = {recipe: {plan: _pooled(each) for plan, each in by_plan.items()} for recipe, by_plan in table.items()}
+    return {
+        "answers": len(kept),
+        "looping": len(first["loops"]) - len(kept),
+        "acceptance_length": {
+            recipe: {
+                plan: {
+                    "value": _quotient(pooled[recipe][plan]),
+                    "interval": ratio_interval(*_columns(pooled[recipe][plan])),
+                    "seeds": [_quotient(seed) for seed in table[recipe][plan]],
+                }
+                for plan in plans
+            }
+            for recipe in table
+        },
+        "differences": {
+            f"{one} - {other}": {
+                plan: {
+                    "value": _quotient(pooled[one][plan]) - _quotient(pooled[other][plan]),
+                    "interval": bootstrap(
+                        [*_columns(pooled[one][plan]), *_columns(pooled[other][plan])],
+                        lambda tokens, steps, other_tokens, other_steps: tokens / steps - other_tokens / other_steps,
+                    ),
+                }
+                for plan in plans
+            }
+            for other, one in combinations(table, 2)
+        },
+        "by_depth": {
+            recipe: _conditional([seed[population]["by_depth"][n] for seed in seeds for n in kept])
+            for recipe, seeds in found.items()
+        },
+    }
+
+
+def compare_speed(records: Sequence[dict[str, Any]], recipes: dict[str, list[str]], population: str) -> dict[str, Any]:
+    """Speedup and τ as decoded of every recipe by arm, and paired differences of the speedups.
+
+    records: of `measure_speed`. recipes: the names of the runs by recipe.
+    """
+    kept = [record for record in records if record["population"] == population and not record["loops"]]
+    plain = [record["plain"] for record in kept]
+    pooled = {
+        (recipe, arm): _pooled([[record["arms"][f"{run}, {arm}"] for record in kept] for run in runs])
+        for recipe, runs in recipes.items()
+        for arm in ARMS
+    }
+
+    def speedup(sums: Counts) -> float:
+        tokens, seconds, *_ = np.sum(sums, axis=0)
+        plain_tokens, plain_seconds = np.sum(plain, axis=0)
+        return float((tokens / seconds) / (plain_tokens / plain_seconds))
+
+    def difference(tokens: Any, seconds: Any, other_tokens: Any, other_seconds: Any, one: Any, plain_s: Any) -> Any:
+        return (tokens / seconds - other_tokens / other_seconds) / (one / plain_s)
+
+    return {
+        "answers": len(kept),
+        "looping": sum(record["loops"] for record in records if record["population"] == population),
+        "arms": {
+            f"{recipe}, {arm}": {
+                "speedup": speedup(sums),
+                "speedup_interval": speedup_interval(*_columns(sums)[:2], *_columns(plain)),
+                "acceptance_length": _quotient([row[2:] for row in sums]),
+                "acceptance_length_interval": ratio_interval(*_columns(sums)[2:]),
+            }
+            for (recipe, arm), sums in pooled.items()
+        },
+        "differences": {
+            f"{one} - {other}, {arm}": {
+                "value": speedup(pooled[one, arm]) - speedup(pooled[other, arm]),
+                "interval": bootstrap(
+                    [*_columns(pooled[one, arm])[:2], *_columns(pooled[other, arm])[:2], *_columns(plain)], difference
+                ),
+            }
+            for arm in ARMS
+            for other, one in combinations(recipes, 2)
+        },
+    }
+
+
+def _pooled(seeds: Sequence[Counts]) -> Counts:
+    """Sums over the seeds, answer by answer."""
+    return np.sum(np.asarray(seeds, dtype=np.float64), axis=0).tolist()
+
+
+def _columns(counts: Counts) -> list[list[float]]:
+    return np.asarray(counts, dtype=np.float64).T.tolist()
+
+
+def _quotient(counts: Counts) -> float:
+    top, bottom = np.sum(counts, axis=0)
+    return float(top / bottom)
+
+
+def _conditional(rows: Sequence[Sequence[int]]) -> list[float]:
+    """Per depth: of the steps that accepted all drafts before it, the share that accepted its own."""
+    steps = np.sum(rows, axis=0)
+    return [float(after / max(before, 1)) for before, after in zip(steps, steps[1:], strict=False)]
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def run(
+    recipes: Sequence[str], seeds: Sequence[int], folder: Path, settings: Sequence[str], questions: int
+) -> dict[str, Any]:
+    """Trains, measures and compares; what stands in `folder` already is not done again."""
+    runs: dict[str, list[Path]] = {}
+    for seed in seeds:  # seed by seed, so that a comparison stopped early has all recipes
+        for recipe in recipes:
+            runs.setdefault(load_recipe(recipe).name, []).append(train(recipe, seed, folder, settings))
+    if len(runs) < len(recipes):
+        raise RecipeError("two of the recipes have one name; give one of them another")
+    found = {name: [_stored(folder / f"{one.name}.json", one) for one in each] for name, each in runs.items()}
+    records = measure_speed([one for each in runs.values() for one in each], questions, folder / "speed.jsonl")
+    names = {name: [one.name for one in each] for name, each in runs.items()}
+    report = {
+        "environment": environment(()),
+        "recipes": {
+            name: load_recipe(str(each[0] / "recipe.yaml")).model_dump(mode="json") for name, each in runs.items()
+        },
+        "seeds": list(seeds),
+        "acceptance": {population: compare_acceptance(found, population) for population in (TOPICS, KINDS)},
+        "speed": {population: compare_speed(records, names, population) for population in (TOPICS, KINDS)},
+    }
+    write_text(folder / "heads.json", json.dumps(report, indent=1) + "\n")
+    return report
+
+
+def _stored(path: Path, run: Path) -> dict[str, Any]:
+    if not path.is_file():
+        print(f"acceptance of {run.name} along the held-out answers", flush=True)
+        write_text(path, json.dumps(measure_acceptance(run)) + "\n")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def as_markdown(report: dict[str, Any]) -> str:
+    """The tables of docs/benchmarks.md."""
+    lines = []
+    for population in (TOPICS, KINDS):
+        acceptance, speed = report["acceptance"][population], report["speed"][population]
+        plans = list(next(iter(acceptance["acceptance_length"].values())))
+        lines += [f"### {population.replace('_', ' ').replace('held out', 'held-out')}", ""]
+        lines += [f"τ along {acceptance['answers']} answers ({acceptance['looping']} that loop left out):", ""]
+        lines += ["| | " + " | ".join(plans) + " | by depth |", "| --- |" + " --- |" * (len(plans) + 1)]
+        for recipe, by_plan in acceptance["acceptance_length"].items():
+            depths = " ".join(f"{share:.2f}".lstrip("0") for share in acceptance["by_depth"][recipe])
+            lines.append(f"| {recipe} | " + " | ".join(_cell(by_plan[plan]) for plan in plans) + f" | {depths} |")
+        for pair, by_plan in acceptance["differences"].items():
+            lines.append(f"| {pair} | " + " | ".join(_cell(by_plan[plan]) for plan in plans) + " | |")
+        lines += ["", f"Decoded, {speed['answers']} prompts ({speed['looping']} that loop left out):", ""]
+        lines += ["| | speedup | τ |", "| --- | --- | --- |"]
+        for arm, one in speed["arms"].items():
+            cells = [
+                {"value": one[key], "interval": one[f"{key}_interval"]} for key in ("speedup", "acceptance_length")
+            ]
+            lines.append(f"| {arm} | " + " | ".join(map(_cell, cells)) + " |")
+        for pair, one in speed["differences"].items():
+            lines.append(f"| {pair} | {_cell(one)} | |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _cell(one: dict[str, Any]) -> str:
+    interval = one["interval"]
+    return f"{one['value']:.2f}" + ("" if interval is None else f" [{interval[0]:.2f}, {interval[1]:.2f}]")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--recipes", default="smollm2-medusa.yaml,smollm2-eagle.yaml,smollm2-eagle3.yaml", metavar="A,B"
+    )
+    parser.add_argument("--seeds", default="0,1,2", metavar="A,B")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a key of every recipe")
+    parser.add_argument(
+        "--questions", type=int, default=24, metavar="N", help="prompts of each population whose speed is measured"
+    )
+    parser.add_argument("--output", default="runs/heads", metavar="DIR", help="where everything goes (%(default)s)")
+    options = parser.parse_args(arguments)
+    folder = Path(options.output)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        refuse_unwritable(folder)
+        seeds = [int(seed) for seed in options.seeds.split(",")]
+        report = run(options.recipes.split(","), seeds, folder, options.set, options.questions)
+    except HeadstartError as error:
+        print(error, file=sys.stderr)
+        return error.exit_status
+    print(as_markdown(report))
+    print(folder / "heads.json")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

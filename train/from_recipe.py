@@ -1,0 +1,56 @@
+"""A run from the recipe to the head: what every training script does.
+
+Everything goes to runs/NAME: the recipe as it was run, metrics.jsonl, checkpoints, and head/, which is what you ship.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from headstart.heads.configs import UnrolledConfig
+from headstart.heads.formats import load_foreign
+from headstart.heads.store import build_head
+from headstart.train.curriculum import describe_curriculum
+from headstart.train.loop import Training
+from headstart.train.preparation import (
+    describe,
+    draft_vocab,
+    open_data,
+    open_target,
+    parse_arguments,
+    read_recipe,
+    run_path,
+    start_processes,
+    take_folder,
+    user_errors,
+)
+from headstart.train.random_state import seed_everything
+
+
+def train_from_recipe(description: str, arguments: Sequence[str] | None, *head_types: str) -> None:
+    """Trains the head of the recipe that the command line names.
+
+    description: the script's docstring. arguments: None for those of the process. head_types: what the script trains.
+    Ends the process with one sentence where the user can mend what went wrong.
+    """
+    options = parse_arguments(description, arguments)
+    with user_errors():
+        recipe, replaced = read_recipe(options, *head_types)
+        path = run_path(recipe, options)
+        accelerator = start_processes(recipe, cpu=options.smoke)
+
+        target = open_target(recipe, accelerator, replaced)
+        data = open_data(recipe, target, accelerator)
+
+        seed_everything(recipe.seed)
+        vocab = draft_vocab(recipe, target, data, accelerator)
+        head = build_head(recipe.head, target, vocab, read_foreign=load_foreign)
+
+        run, recipe = take_folder(path, recipe, options, accelerator)
+        training = Training(recipe, run, accelerator, target, head, data.train, data.held_out)
+        accelerator.print(describe(training))
+        if isinstance(head.config, UnrolledConfig):
+            accelerator.print(describe_curriculum(head.config, training.schedule.total_steps))
+        training.finish()
+        accelerator.print(f"the head is in {run.head}; measure it:\n  headstart eval --head {run.path}")
+        accelerator.end_training()
