@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -61,28 +63,44 @@ Counts = Sequence[Sequence[Number]]
 """A row of sums for every answer; all heads have the same answers, in the same order."""
 
 
-# -- one head ----------------------------------------------------------------------------------------------------------
+# -- training ----------------------------------------------------------------------------------------------------------
 
 
-def train(recipe: str, seed: int, folder: Path, settings: Sequence[str]) -> Path:
-    """Trains and tunes one head, in processes of their own; the run's folder. What is there already is kept."""
-    name = f"{load_recipe(recipe).name}-seed{seed}"
-    run = folder / name
-    if not (run / "head").is_dir():
-        words = ["train", "--recipe", recipe, "--name", name, "--output", str(folder), "--cpu"]
+def train_all(runs: Sequence[tuple[str, int, Path]], settings: Sequence[str], jobs: int) -> None:
+    """Trains the heads of (recipe, seed, run folder), `jobs` at a time, each with its share of the cores; heads that
+    stand already are kept, and runs that were stopped go on. Output goes to RUN.log."""
+    threads = str(max(1, (os.cpu_count() or 1) // jobs))
+
+    def train(recipe: str, seed: int, run: Path) -> None:
+        if (run / "head").is_dir():
+            return
+        words = ["train", "--recipe", recipe, "--name", run.name, "--output", str(run.parent), "--cpu"]
         words += [word for setting in (*settings, f"seed={seed}") for word in ("--set", setting)]
-        _headstart(*words, *(["--resume"] if run.is_dir() else []))
+        _headstart(run, *words, *(["--resume"] if run.is_dir() else []), OMP_NUM_THREADS=threads)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(lambda one: train(*one), runs))
+
+
+def tune(run: Path) -> None:
+    """Tunes a head where that was not done."""
     if not (run / "head" / TREES).is_file():
-        _headstart("tune", "--head", str(run))
-    return run
+        _headstart(run, "tune", "--head", str(run))
 
 
-def _headstart(*words: str) -> None:
-    """Runs one verb, which says itself what is wrong where it fails."""
-    print(f"\n$ headstart {' '.join(words)}", flush=True)
-    status = subprocess.run([sys.executable, "-m", "headstart.cli", *words]).returncode
-    if status:
-        raise TrainingError(f"`headstart {words[0]}` ended with status {status}; mend it and give the same line again")
+def _headstart(run: Path, *words: str, **environment: str) -> None:
+    """Runs one verb; what it says goes to RUN.log, where it stands also why it failed."""
+    print(f"$ headstart {' '.join(words)}", flush=True)
+    log = run.with_name(f"{run.name}.log")
+    with log.open("a", encoding="utf-8") as file:
+        command = [sys.executable, "-m", "headstart.cli", *words]
+        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **environment})
+    if done.returncode:
+        last = log.read_text(encoding="utf-8").strip().rpartition("\n")[2]
+        raise TrainingError(f"`headstart {words[0]}` of {run.name} ended with status {done.returncode}: {last}")
+
+
+# -- acceptance along recorded answers ---------------------------------------------------------------------------------
 
 
 def measure_acceptance(run: Path) -> dict[str, Any]:
@@ -134,7 +152,7 @@ def replay_trees(
     return [replay(answer, trees[number % 2]) for number, answer in enumerate(answers)]
 
 
-# -- all heads on the same prompts -------------------------------------------------------------------------------------
+# -- speed of all heads on the same prompts ----------------------------------------------------------------------------
 
 
 def measure_speed(runs: Sequence[Path], questions_each: int, stored: Path) -> list[dict[str, Any]]:
@@ -249,15 +267,15 @@ def compare_acceptance(found: dict[str, list[dict[str, Any]]], population: str) 
     }
 
 
-def compare_speed(records: Sequence[dict[str, Any]], recipes: dict[str, list[str]], population: str) -> dict[str, Any]:
+def compare_speed(records: Sequence[dict[str, Any]], recipes: dict[str, list[Path]], population: str) -> dict[str, Any]:
     """Speedup and τ as decoded of every recipe by arm, and paired differences of the speedups.
 
-    records: of `measure_speed`. recipes: the names of the runs by recipe.
+    records: of `measure_speed`. recipes: the runs by recipe.
     """
     kept = [record for record in records if record["population"] == population and not record["loops"]]
     plain = [record["plain"] for record in kept]
     pooled = {
-        (recipe, arm): _pooled([[record["arms"][f"{run}, {arm}"] for record in kept] for run in runs])
+        (recipe, arm): _pooled([[record["arms"][f"{run.name}, {arm}"] for record in kept] for run in runs])
         for recipe, runs in recipes.items()
         for arm in ARMS
     }
@@ -319,18 +337,20 @@ def _conditional(rows: Sequence[Sequence[int]]) -> list[float]:
 
 
 def run(
-    recipes: Sequence[str], seeds: Sequence[int], folder: Path, settings: Sequence[str], questions: int
+    recipes: Sequence[str], seeds: Sequence[int], folder: Path, settings: Sequence[str], *, questions: int, jobs: int
 ) -> dict[str, Any]:
     """Trains, measures and compares; what stands in `folder` already is not done again."""
-    runs: dict[str, list[Path]] = {}
-    for seed in seeds:  # seed by seed, so that a comparison stopped early has all recipes
-        for recipe in recipes:
-            runs.setdefault(load_recipe(recipe).name, []).append(train(recipe, seed, folder, settings))
-    if len(runs) < len(recipes):
+    names = {load_recipe(recipe).name: recipe for recipe in recipes}
+    if len(names) < len(recipes):
         raise RecipeError("two of the recipes have one name; give one of them another")
+    runs = {name: [folder / f"{name}-seed{seed}" for seed in seeds] for name in names}
+    # seed by seed, so that what was done when it is stopped has all recipes
+    order = [(names[name], seed, runs[name][place]) for place, seed in enumerate(seeds) for name in names]
+    train_all(order, settings, jobs)
+    for *_, one in order:
+        tune(one)
     found = {name: [_stored(folder / f"{one.name}.json", one) for one in each] for name, each in runs.items()}
-    records = measure_speed([one for each in runs.values() for one in each], questions, folder / "speed.jsonl")
-    names = {name: [one.name for one in each] for name, each in runs.items()}
+    records = measure_speed([one for *_, one in order], questions, folder / "speed.jsonl")
     report = {
         "environment": environment(()),
         "recipes": {
@@ -338,7 +358,7 @@ def run(
         },
         "seeds": list(seeds),
         "acceptance": {population: compare_acceptance(found, population) for population in (TOPICS, KINDS)},
-        "speed": {population: compare_speed(records, names, population) for population in (TOPICS, KINDS)},
+        "speed": {population: compare_speed(records, runs, population) for population in (TOPICS, KINDS)},
     }
     write_text(folder / "heads.json", json.dumps(report, indent=1) + "\n")
     return report
@@ -393,6 +413,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--questions", type=int, default=24, metavar="N", help="prompts of each population whose speed is measured"
     )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="heads trained at a time, each on its share of the cores"
+    )
     parser.add_argument("--output", default="runs/heads", metavar="DIR", help="where everything goes (%(default)s)")
     options = parser.parse_args(arguments)
     folder = Path(options.output)
@@ -400,7 +423,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         refuse_unwritable(folder)
         seeds = [int(seed) for seed in options.seeds.split(",")]
-        report = run(options.recipes.split(","), seeds, folder, options.set, options.questions)
+        recipes = options.recipes.split(",")
+        report = run(recipes, seeds, folder, options.set, questions=options.questions, jobs=max(1, options.jobs))
     except HeadstartError as error:
         print(error, file=sys.stderr)
         return error.exit_status

@@ -53,36 +53,42 @@ WIDTHS = (2, 4, 8)
 
 
 def run(
-    head: str, *, overrides: Sequence[str] = (), device: str | None = None, dtype: str | None = None
+    head: str,
+    *,
+    target: str | None = None,
+    overrides: Sequence[str] = (),
+    device: str | None = None,
+    dtype: str | None = None,
+    allow_other_target: bool = False,
 ) -> dict[str, Any]:
     """Tunes, writes `trees.json` beside the head, prints the table, and returns what was written."""
-    trained = open_trained(head, overrides=overrides, device=device, dtype=dtype)
-    target = trained.target
+    trained = open_trained(head, target, overrides=overrides, device=device, dtype=dtype)
+    model = trained.target
     assert trained.head is not None
     refuse_unwritable(trained.head)
-    make_faster(target)
-    module = load_head(trained.head, target)
-    data = prepare(trained.recipe, target.tokenizer, vocab_size=target.vocab_size, max_positions=target.max_positions)
-    texts = record_rows(target, data.held_out[:NUM_ANSWERS], module.wants)
+    make_faster(model)
+    module = load_head(trained.head, model, allow_other_target)
+    data = prepare(trained.recipe, model.tokenizer, vocab_size=model.vocab_size, max_positions=model.max_positions)
+    texts = record_rows(model, data.held_out[:NUM_ANSWERS], module.wants)
     if len(texts) < 2:
         raise DataError(
             f"a tree is tuned on held-out answers, and the recipe holds out {len(texts)}; "
             "raise data.held_out.fraction or name held-out sources"
         )
     depth = tree_depth(module)
-    drafting = copy.deepcopy(module).to(target.device, target.dtype).eval()
-    answers = [rank_answer(drafting, target, text, depth=depth) for text in texts]
-    costs = measure_costs(target)
-    draft_costs = measure_draft_costs(module, target, depth, grow_tree(answers, 16))
+    drafting = copy.deepcopy(module).to(model.device, model.dtype).eval()
+    answers = [rank_answer(drafting, model, text, depth=depth) for text in texts]
+    costs = measure_costs(model)
+    draft_costs = measure_draft_costs(module, model, depth, grow_tree(answers, 16))
     forecasts, dynamic = tune(answers, costs, draft_costs), {}
     if isinstance(module, UnrolledHead):
         assert isinstance(draft_costs, DraftCosts)
-        grown = {width: grow_rows(module, target, texts, depth=depth, width=width) for width in WIDTHS}
+        grown = {width: grow_rows(module, model, texts, depth=depth, width=width) for width in WIDTHS}
         dynamic = tune_dynamic(grown, costs, draft_costs)
     trees = as_json(forecasts, dynamic, costs, draft_costs, len(answers))
     _write(trained.head / TREES, trees)
     show(forecasts, dynamic, costs, draft_costs, Console())
-    if advice := dtype_advice(target, forecasts, costs):
+    if advice := dtype_advice(model, forecasts, costs):
         print(advice)
     print(trained.head / TREES)
     return trees

@@ -95,6 +95,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     verb = _verb(verbs, "tune", _tune, "the tree for this head that is fastest on this device")
     verb.add_argument("--head", required=True, metavar="RUN", help="run folder, or the folder of a head")
+    verb.add_argument("--target", metavar="NAME", help="hub id, folder or bundled:NAME; default: what the head was for")
+    _add_other_target(verb)
     _add_set(verb, "eval.num_prompts=3")
     _add_device(verb)
 
@@ -232,7 +234,14 @@ def _data_features(arguments: argparse.Namespace) -> None:
 def _tune(arguments: argparse.Namespace) -> None:
     from headstart.eval import tune
 
-    tune.run(arguments.head, overrides=arguments.set, device=arguments.device, dtype=arguments.dtype)
+    tune.run(
+        arguments.head,
+        target=arguments.target,
+        overrides=arguments.set,
+        device=arguments.device,
+        dtype=arguments.dtype,
+        allow_other_target=arguments.allow_other_target,
+    )
 
 
 def _eval(arguments: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from headstart.heads.configs import Config, Eagle3Config, EagleConfig, MedusaConfig, Number
 from headstart.recipe_yaml import YesOrNo, write_yaml
@@ -25,6 +25,10 @@ def _no_yes_or_no(value: Any) -> Any:
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
         _no_yes_or_no(item)
     return value
+
+
+def _one_or_more(value: Any) -> Any:
+    return [value] if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 class TargetSection(Config):
@@ -219,8 +223,10 @@ class EvalSection(Config):
     max_new_tokens: int = Field(default=256, ge=1)
     """Longest answer in tokens."""
 
-    temperature: list[Annotated[Number, Field(ge=0)]] = Field(default=[0.0], min_length=1)
-    """Each of these is measured; 0 is greedy."""
+    temperature: Annotated[list[Annotated[Number, Field(ge=0)]], BeforeValidator(_one_or_more)] = Field(
+        default=[0.0], min_length=1
+    )
+    """Each of these is measured; 0 is greedy. A number alone is a list of one."""
 
     batch_size: int = Field(default=1, ge=1)
     """Prompts decoded at once. Speculative decoding gains most at 1, where the device waits for memory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_speeds_are_over_plain_decoding_of_the_same_prompts():
         for population in (TOPICS, KINDS)
         for number, slow in enumerate([1, 2, 3, 99])
     ]
-    found = compare_speed(records, {"a": ["a0", "a1"], "b": ["b0", "b1"]}, KINDS)
+    found = compare_speed(records, {"a": [Path("x/a0"), Path("x/a1")], "b": [Path("x/b0"), Path("x/b1")]}, KINDS)
     assert (found["answers"], found["looping"]) == (3, 1)
     assert found["arms"]["a, tuned"]["speedup"] == pytest.approx(1.2)
     assert found["arms"]["b, tuned"]["speedup"] == pytest.approx(1.6)
@@ -78,7 +79,7 @@ def test_trees_are_scored_on_answers_they_were_not_chosen_on():
 def test_a_small_comparison_is_run_and_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     small = ["train.cpu_seconds=null", "train.max_steps=3", "data.max_length=128", "target.dtype=float32"]
     small += ["eval.max_new_tokens=12", 'data.train=[{source: "bundled:chats", split: train, limit: 6}]']
-    words = ["--recipes", "smollm2-medusa.yaml,smollm2-eagle3.yaml", "--seeds", "0", "--questions", "2"]
+    words = ["--recipes", "smollm2-medusa.yaml,smollm2-eagle3.yaml", "--seeds", "0", "--questions", "2", "--jobs", "2"]
     words += ["--output", str(tmp_path / "heads"), *(word for one in small for word in ("--set", one))]
     monkeypatch.setattr(bench_heads, "held_out_rows", few_rows(bench_heads.held_out_rows))
     assert bench_heads.main(words) == 0

@@ -13,7 +13,7 @@ import torch
 from headstart.decode.cost import SIZES, CostCurve, Forecast
 from headstart.decode.drafters.heads import head_drafter
 from headstart.decode.drafters.plans import DynamicTree
-from headstart.errors import DataError
+from headstart.errors import DataError, TargetError
 from headstart.eval import measure, tune
 from headstart.eval.drafters import choose_plan, choose_tree
 from headstart.heads.base import Head
@@ -110,6 +110,17 @@ def test_a_report_compares_the_plans_of_a_head(eagle_run, tmp_path):
     assert [line["name"] for line in report["details"]["drafters"]] == names
     assert report["drafter_parameters"] == sum(p.numel() for p in load_head(eagle_run / "head").parameters())
     assert report["details"]["identity"]["passed"]
+
+
+def test_another_target_can_be_named_and_is_compared_with_the_heads_own(tmp_path):
+    run = make_run(tmp_path, tiny.target("llama"), head_cases.head_for(tiny.target("llama"), num_heads=2))
+    moved = tiny.save(tmp_path / "moved", "llama")
+    tune.run(str(run), target=str(moved))
+    other = tiny.save(tmp_path / "other", "llama", seed=1)
+    with pytest.raises(TargetError, match="was trained on"):
+        tune.run(str(run), target=str(other))
+    with pytest.warns(UserWarning, match="was trained on"):
+        tune.run(str(run), target=str(other), allow_other_target=True)
 
 
 def test_too_few_held_out_answers_are_said(run_folder):

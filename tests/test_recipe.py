@@ -291,6 +291,7 @@ def test_set_reaches_every_depth_and_makes_sections(in_folder):
     assert recipe.seed == 3 and recipe.eval.temperature == [0.0, 0.7] and recipe.data.train[0].limit == 5
     assert recipe.data.chat.arguments == {"enable_thinking": False} and recipe.train.clip is None
     assert recipe.head.loss_weights == {"soft-ce": 0.9, "tv": 0.1}
+    assert load(SMALL, "eval.temperature=0.7").eval.temperature == [0.7]
 
 
 def test_set_mends_a_fault_of_the_file(in_folder):
