@@ -4,19 +4,22 @@
     python -m headstart.eval.bench_train --smoke                          # seconds, on a shrunk target
 
 Whole optimiser steps of the one training loop's own code are timed in CPU seconds of this process, with the target's
-states in memory beforehand (as offline features give them), all positions of the sequences going through the draft
-layer. The output rows and the loss skip positions that predict no supervised token: that shows in the tokens per CPU
-second, and `supervised_share` says how many are left.
+states in memory beforehand (as offline features give them). It is done twice. With the rows as they are, positions that
+predict no supervised token end with their keys: they skip queries, MLP, later steps, output rows and loss, which shows
+in the tokens per CPU second (`supervised_share` says how many are supervised). With every token supervised, all
+positions go through everything.
 
-FLOPs are counted as they are really executed, a multiplication with its addition as two, per step of T positions in
-sequences whose documents have n_1, n_2, .. tokens (H: hidden size, a and k: widths of all query heads and of all key
-heads together, I: inner width of the MLP, m: layers read, K: unrolled steps, V: draft vocabulary, R: predicted tokens):
+FLOPs are counted as they are really executed, a multiplication with its addition as two, per step of T positions, N of
+them unrolled (H: hidden size, a and k: widths of all query heads and of all key heads together, I: inner width of the
+MLP, m: layers read, K: unrolled steps, V: draft vocabulary, R: predicted tokens, P: pairs of an unrolled position and a
+position of its document up to it):
 
-    fusion      2 T (m H) H         forward; as much for its weights, and for its input where the input is normed
-    layer       2 T K (2 H (a + 2 k) + a H + 3 H I)     forward; twice as much backward
-    attention   4 K a sum n_i (n_i + 1) / 2             forward; 2.5 times as much backward, the scores made anew
-    output      2 R K H V           forward; as much backward for the states, and for own rows
-    teacher     2 R H V             forward only
+    fusion      2 T (m H) H                 forward; as much for its weights, and for its input where that is normed
+    keys        2 (T + N (K - 1)) 2 H 2 k   forward; twice as much backward
+    layer       2 N K (3 a H + 3 H I)       forward; twice as much backward
+    attention   4 K a P                     forward; 2.5 times as much backward, the scores made anew
+    output      2 R K H V                   forward; as much backward for the states, and for own rows
+    teacher     2 R H V                     forward only
 
 Left out: what is no product (norms, softmax, the optimiser), the few diagonal keys, and what a kernel computes of the
 masked half of the attention and throws away. So the share is a lower bound. The peak is the best of square products of
@@ -31,7 +34,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,7 @@ from headstart.heads.base import Alignment, Head
 from headstart.heads.configs import Eagle3Config
 from headstart.heads.draft_layer import dimensions
 from headstart.heads.store import build_head
+from headstart.heads.unrolled_attention import spans, spans_of_rows, unrolled_rows
 from headstart.heads.vocab import DraftVocab
 from headstart.loading import parse_dtype
 from headstart.recipe import Recipe, load_recipe
@@ -97,20 +101,21 @@ class StepShape:
         )
 
 
-def step_flops(shape: StepShape, positions: int, document_lengths: Sequence[int], predicted: int) -> dict[str, int]:
+def step_flops(shape: StepShape, positions: int, unrolled: int, pairs: int, predicted: int) -> dict[str, int]:
     """FLOPs of one step by part, forward and backward together; the formulas are those of this module's docstring.
 
-    positions: T, padding included where there is any. predicted: R, tokens that at least one depth predicts.
+    positions: T, padding included where there is any. unrolled: N. pairs: P. predicted: R, tokens that at least one
+    depth predicts.
     """
     dim, steps, vocab = shape.hidden, shape.unrolled, shape.draft_vocab
     fusion = 2 * positions * shape.layers_read * dim * dim
-    wide = 2 * dim * (shape.query_width + 2 * shape.key_width)
-    layer = 2 * positions * steps * (wide + shape.query_width * dim + 3 * dim * shape.inner)
-    pairs = sum(length * (length + 1) // 2 for length in document_lengths)
+    keys = 2 * (positions + unrolled * (steps - 1)) * 2 * dim * 2 * shape.key_width
+    layer = 2 * unrolled * steps * (3 * shape.query_width * dim + 3 * dim * shape.inner)
     attention = 4 * steps * shape.query_width * pairs
     output = 2 * predicted * steps * dim * vocab
     return {
         "fusion": (3 if shape.normed_input else 2) * fusion,
+        "keys": 3 * keys,
         "layer": 3 * layer,
         "attention": attention + 5 * attention // 2,
         "output": (3 if shape.own_rows else 2) * output,
@@ -154,9 +159,7 @@ def measure(
         start = time.process_time()
         totals = _take_step(module, optimizer, batch, accelerator, recipe)
         seconds.append(time.process_time() - start)
-        for part, count in step_flops(
-            shape, batch.input_ids.numel(), _documents(batch), _predicted(head, batch)
-        ).items():
+        for part, count in step_flops(shape, batch.input_ids.numel(), *_unrolled(head, batch)).items():
             flops[part] = flops.get(part, 0) + count
         tokens, labels = tokens + int(totals.tokens), labels + int(totals.token_count)
     spent, total = sum(seconds), sum(flops.values())
@@ -183,18 +186,15 @@ def _take_step(
     )[0]
 
 
-def _documents(batch: TokenBatch) -> list[int]:
-    """Tokens of every document; a padding position sees itself alone."""
-    lengths = []
-    for sequence in batch.document_ids:
-        lengths += torch.unique_consecutive(sequence[sequence >= 0], return_counts=True)[1].tolist()
-        lengths += [1] * int((sequence < 0).sum())
-    return lengths
-
-
-def _predicted(head: Head, batch: TokenBatch) -> int:
-    """Tokens that at least one depth predicts: what the chunks of the loss hold."""
-    return len(Alignment.of_drafts(batch, head.num_depths).tokens)
+def _unrolled(head: Head, batch: TokenBatch) -> tuple[int, int, int]:
+    """N, P and R of the module's docstring."""
+    alignment = Alignment.of_drafts(batch, head.num_depths)
+    rows = unrolled_rows(batch, alignment.positions)
+    pairs = 0
+    for span in spans_of_rows(spans(batch), rows):
+        count = span.stop - span.first
+        pairs += count * (span.first - span.start) + count * (count + 1) // 2
+    return len(rows), pairs, len(alignment.tokens)
 
 
 def _vocabulary(recipe: Recipe, target: Target, rows: RowStore) -> DraftVocab | None:
@@ -208,17 +208,19 @@ def _vocabulary(recipe: Recipe, target: Target, rows: RowStore) -> DraftVocab | 
 def run(
     recipe: Recipe, *, dtypes: Sequence[str] = DTYPES, steps: int = 40, sizes: Sequence[int] = PEAK_SIZES
 ) -> dict[str, Any]:
-    """The figures of every dtype, and what they were measured on."""
+    """The figures of every dtype, with the answers supervised and with everything, and what they were measured on."""
     if not isinstance(recipe.head, Eagle3Config):
         raise RecipeError(f"{recipe.name} has a {recipe.head.type} head, this measures eagle3; name another recipe")
     torch.set_num_threads(1)
-    results, rows = [], None
+    results, rows, whole = [], RowStore(), RowStore()
     for dtype in dtypes:
         target, _ = load_recipe_target(recipe, device="cpu", dtype=dtype)
-        if rows is None:
+        if not len(rows):
             data = prepare(recipe, target.tokenizer, vocab_size=target.vocab_size, max_positions=target.max_positions)
             rows = data.train
-        results.append(measure(recipe, target, rows, dtype, steps, sizes))
+            whole = RowStore([replace(row, supervised=[True] * len(row.input_ids)) for row in rows])
+        for supervised, chosen in (("answers", rows), ("everything", whole)):
+            results.append({"supervised": supervised, **measure(recipe, target, chosen, dtype, steps, sizes)})
     return {
         "environment": {**environment(()), "threads": 1},
         "recipe": recipe.name,
@@ -253,9 +255,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_status
     for result in report["results"]:
         print(
-            f"{result['dtype']}: {result['share_of_peak']:.1%} of the matmul peak ({result['step_gflops']:.0f} of "
-            f"{result['peak_gflops']:.0f} GFLOP/s), {result['tokens_per_cpu_second']:.0f} tokens per CPU second, "
-            f"{result['supervised_share']:.0%} of them supervised"
+            f"{result['dtype']}, {result['supervised']} supervised ({result['supervised_share']:.0%}): "
+            f"{result['share_of_peak']:.1%} of the matmul peak ({result['step_gflops']:.0f} of "
+            f"{result['peak_gflops']:.0f} GFLOP/s), {result['tokens_per_cpu_second']:.0f} tokens per CPU second"
         )
     if options.output:
         Path(options.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

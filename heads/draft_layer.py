@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from headstart.errors import HeadError
 from headstart.heads.configs import UnrolledConfig
 
-Query = Float[Tensor, "batch heads seq width"]
+Query = Float[Tensor, "lines heads rows width"]
 Key = Float[Tensor, "batch kv_heads seq width"]
 
 Attend = Callable[[int, Query, Key, Key], Query]
@@ -86,6 +86,11 @@ def rotate(
     return states * cosine + torch.cat((-second, first), dim=-1) * sine
 
 
+def pick(tensor: Tensor, rows: Int[Tensor, "rows"] | None) -> Tensor:
+    """[batch, seq, ..] at flattened positions, as one sequence: [1, rows, ..]; None: as it is."""
+    return tensor if rows is None else tensor.flatten(0, 1)[rows][None]
+
+
 class DraftAttention(nn.Module):
     """Projections of grouped-query attention, for inputs of `reads` numbers."""
 
@@ -103,12 +108,15 @@ class DraftAttention(nn.Module):
         reading: Float[Tensor, "batch seq reads"],
         rotary: tuple[Tensor, Tensor],
         attend: Callable[[Query, Key, Key], Query],
-    ) -> Float[Tensor, "batch seq dim"]:
+        rows: Int[Tensor, "rows"] | None = None,
+    ) -> Float[Tensor, "lines rows dim"]:
+        """rows: flattened positions that ask; every position has a key and a value. None: all."""
+        asking = pick(reading, rows), pick(rotary[0][:, 0], rows)[:, None], pick(rotary[1][:, 0], rows)[:, None]
         query, key, value = (
-            project(reading).unflatten(-1, (-1, self.width)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
+            project(read).unflatten(-1, (-1, self.width)).transpose(1, 2)
+            for project, read in ((self.q_proj, asking[0]), (self.k_proj, reading), (self.v_proj, reading))
         )
-        gathered = attend(rotate(query, rotary), rotate(key, rotary), value)
+        gathered = attend(rotate(query, asking[1:]), rotate(key, rotary), value)
         return self.o_proj(gathered.transpose(1, 2).flatten(2))
 
 
@@ -151,8 +159,11 @@ class DraftLayer(nn.Module):
         residual: Float[Tensor, "batch seq dim"],
         rotary: tuple[Tensor, Tensor],
         attend: Callable[[Query, Key, Key], Query],
-    ) -> Float[Tensor, "batch seq dim"]:
-        states = residual + self.self_attn(reading, rotary, attend)
+        rows: Int[Tensor, "rows"] | None = None,
+    ) -> Float[Tensor, "lines rows dim"]:
+        """rows: flattened positions that are gone on with, as one sequence; the others only have their keys and values
+        seen. None: all."""
+        states = pick(residual, rows) + self.self_attn(reading, rotary, attend, rows)
         return states + self.mlp(self.post_attention_layernorm(states))
 
 

@@ -57,10 +57,11 @@ class EagleHead(UnrolledHead):
         states: Float[Tensor, "batch seq dim"],
         positions: Int[Tensor, "batch seq"],
         attend: Attend,
+        rows: Int[Tensor, "rows"] | None = None,
     ) -> StepStates:
         embeds, states = self._match(embeds), self._match(states)
         joined = self.fc(torch.cat([embeds * self.embedding_scale, states * self.feature_scale], dim=-1))
-        given = self._run_layers(joined, joined, positions, attend)
+        given = self._run_layers(joined, joined, positions, attend, rows)
         return StepStates(given, given)
 
     def first_states(self, features: Features, batch: TokenBatch) -> Float[Tensor, "batch seq dim"]:

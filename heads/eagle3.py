@@ -57,6 +57,7 @@ class Eagle3Head(UnrolledHead):
         states: Float[Tensor, "batch seq dim"],
         positions: Int[Tensor, "batch seq"],
         attend: Attend,
+        rows: Int[Tensor, "rows"] | None = None,
     ) -> StepStates:
         embeds, states = self._match(embeds), self._match(states)
         first = self.layers[0]
@@ -64,7 +65,7 @@ class Eagle3Head(UnrolledHead):
         normed = first.hidden_norm(states)
         reading = torch.cat([first.input_layernorm(embeds), normed], dim=-1)
         residual = normed if self.config.norm_before_residual else states
-        given = self._run_layers(reading, residual, positions, attend)
+        given = self._run_layers(reading, residual, positions, attend, rows)
         output = self.norm(given)
         return StepStates(output, output if self.config.norm_output else given)
 

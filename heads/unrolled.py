@@ -30,10 +30,10 @@ from headstart.errors import HeadError
 from headstart.heads.base import Alignment, Head, HeadOutput
 from headstart.heads.chunked import ChunkedLoss
 from headstart.heads.configs import UnrolledConfig
-from headstart.heads.draft_layer import Attend, DraftLayer, Rotary, dimensions
+from headstart.heads.draft_layer import Attend, DraftLayer, Rotary, dimensions, pick
 from headstart.heads.last_layer import LayerCopy, last_layers
 from headstart.heads.losses import needs_teacher
-from headstart.heads.unrolled_attention import UnrolledAttention
+from headstart.heads.unrolled_attention import UnrolledAttention, unrolled_rows
 from headstart.heads.vocab import DraftVocab
 from headstart.target import Features, Target
 
@@ -45,7 +45,7 @@ LAST_LAYER, RANDOM = "last-layer", "random"
 
 @dataclass(frozen=True)
 class StepStates:
-    """What one step gives at every index."""
+    """What one step gives at every index that is gone on with."""
 
     output: Float[Tensor, "batch seq dim"]
     """What the output rows read."""
@@ -84,8 +84,13 @@ class UnrolledHead(Head):
         states: Float[Tensor, "batch seq dim"],
         positions: Int[Tensor, "batch seq"],
         attend: Attend,
+        rows: Int[Tensor, "rows"] | None = None,
     ) -> StepStates:
-        """One step. embeds: of the tokens read. positions: rotary. attend: sees to it that a query meets its keys."""
+        """One step. embeds: of the tokens read. positions: rotary. attend: sees to it that a query meets its keys.
+
+        rows: flattened indices that are gone on with; of the others only the keys are made. None: all. What is given
+        back is then [1, rows, dim].
+        """
 
     def copy_output(self, target: Target) -> None:
         """Own output rows start as copies of the target's, its logit scale included."""
@@ -118,8 +123,10 @@ class UnrolledHead(Head):
         """
         steps = self.steps if self.training else self.num_depths
         alignment = Alignment.of_drafts(batch, steps)
-        unrolled = self.unroll(features, batch, embedding, steps)
-        states = torch.stack([step.output.flatten(0, 1)[alignment.positions] for step in unrolled], dim=1)
+        rows = unrolled_rows(batch, alignment.positions)
+        unrolled = self.unroll(features, batch, embedding, steps, rows)
+        scored = torch.searchsorted(rows, alignment.positions)
+        states = torch.stack([step.output[0, scored] for step in unrolled], dim=1)
         result = self.score(states, alignment, features, batch, output)
         missing = (0, self.num_depths - steps)
         return HeadOutput(
@@ -130,18 +137,28 @@ class UnrolledHead(Head):
             hits=functional.pad(result.hits, (0, 0, *missing)),
         )
 
-    def unroll(self, features: Features, batch: TokenBatch, embedding: Embedding, steps: int) -> list[StepStates]:
-        """The first `steps` steps at every index of the batch.
+    def unroll(
+        self,
+        features: Features,
+        batch: TokenBatch,
+        embedding: Embedding,
+        steps: int,
+        rows: Int[Tensor, "rows"] | None = None,
+    ) -> list[StepStates]:
+        """The first `steps` steps at every index of the batch, or at `rows` (of `unrolled_rows`) as [1, rows, dim].
 
         Where step k would read a token beyond the text it reads any token: nothing that is scored depends on it.
         """
-        attend = UnrolledAttention(batch)
-        states, unrolled = self.first_states(features, batch), []
-        embeds = embedding.embed(functional.pad(batch.input_ids, (0, steps), value=0))
+        attend = UnrolledAttention(batch, rows)
+        states, positions, unrolled = self.first_states(features, batch), batch.position_ids, []
         length = batch.input_ids.shape[1]
+        tokens = functional.pad(batch.input_ids, (0, steps), value=0).unfold(1, length, 1)  # [batch, step, seq]
         for step in range(steps):
-            reads = embeds[:, 1 + step : 1 + step + length]
-            unrolled.append(self.step(reads, states, batch.position_ids + step, attend))
+            reads = tokens[:, 1 + step]
+            if step and rows is not None:
+                reads, positions = pick(reads, rows), pick(batch.position_ids, rows)
+            embeds = embedding.embed(reads)
+            unrolled.append(self.step(embeds, states, positions + step, attend, None if step else rows))
             states = unrolled[-1].carried
         return unrolled
 
@@ -206,15 +223,22 @@ class UnrolledHead(Head):
         return functional.linear(states.to(own[0].dtype), own[0])
 
     def _run_layers(
-        self, reading: Tensor, residual: Tensor, positions: Int[Tensor, "batch seq"], attend: Attend
-    ) -> Float[Tensor, "batch seq dim"]:
-        """All layers: the first on what the head made ready, each later one on the normed output of the one before."""
+        self,
+        reading: Tensor,
+        residual: Tensor,
+        positions: Int[Tensor, "batch seq"],
+        attend: Attend,
+        rows: Int[Tensor, "rows"] | None,
+    ) -> Float[Tensor, "lines rows dim"]:
+        """All layers: the first on what the head made ready, each later one on the normed output of the one before. The
+        last goes on with `rows` alone, if they are given."""
         rotary = self.rotary(positions, residual)
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DraftLayer)
             if index:
                 reading = layer.input_layernorm(residual)
-            residual = layer(reading, residual, rotary, partial(attend, index))
+            last = index == len(self.layers) - 1
+            residual = layer(reading, residual, rotary, partial(attend, index), rows if last else None)
         return residual
 
     def _match(self, states: Tensor) -> Tensor:

@@ -9,102 +9,177 @@ position j sees
 under a single softmax (training-time test, EAGLE-3, https://arxiv.org/abs/2503.01840, figure 6; HASS,
 https://arxiv.org/abs/2408.15766).
 
-On a CPU the part over step 0 is PyTorch's fused attention, document by document, which gives its output and the
-logarithm of its sum of exponentials, lse. The few later keys are then merged in:
+Not every position has to be unrolled: what a prompt's positions would draft is never scored, and others see nothing of
+them but their keys of step 0. So queries, and the keys of later steps, may be those of some positions only.
 
-    c_i = q . k_i * scale,    LSE = log(exp(lse) + sum_i exp(c_i)),
-    out = exp(lse - LSE) * part + sum_i exp(c_i - LSE) * v_i
+On a CPU the part over step 0 is PyTorch's fused attention, document by document, which gives its output and the
+logarithm of its sum of exponentials, lse: once over the keys before the first query, and once, causal, over those from
+there on. Both parts and the few later keys are then merged:
+
+    c_i = q . k_i * scale,    LSE = log(sum exp(lse of the parts) + sum_i exp(c_i)),
+    out = sum exp(lse - LSE) * part + sum_i exp(c_i - LSE) * v_i
 
 The gradient of a softmax needs of the other keys nothing but LSE and out, so the fused backward, given the merged ones,
-is exact for the part over step 0 too. Elsewhere the eager form runs.
+is exact for each part too. Elsewhere the eager form runs.
 
-Letters in shapes: batch, heads, kv_heads, seq, width (of one head), later (steps after the first, the query's own
-included), group (heads that share a key head).
+Letters in shapes: batch, heads, kv_heads, seq, width (of one head), rows (positions that are unrolled, one after the
+other), lines x rows (batch x seq, or 1 x rows), later (steps after the first, the query's own included), group (heads
+that share a key head).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headstart.data.packing import TokenBatch
 
-Query = Float[Tensor, "batch heads seq width"]
+Query = Float[Tensor, "lines heads rows width"]
 Key = Float[Tensor, "batch kv_heads seq width"]
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+class Span(NamedTuple):
+    """A document, and where the queries of its positions `first` to `stop` stand among all: from number `at` on."""
+
+    line: int
+    start: int
+    first: int
+    stop: int
+    at: int
+
+    def parts(self) -> Iterator[tuple[int, int, bool]]:
+        """(begin, end, causal) of the keys that its queries see: those before the first query, and those from there."""
+        if self.start < self.first:
+            yield self.start, self.first, False
+        yield self.first, self.stop, True
+
+    @property
+    def queries(self) -> slice:
+        return slice(self.at, self.at + self.stop - self.first)
+
+
 class UnrolledAttention:
     """`Attend` of one forward in training: call it for every layer, step after step; it keeps the keys of all steps.
 
-    eager: None for whatever suits the device.
+    rows: the positions that are unrolled, from `unrolled_rows`; None: all. With them tensors are
+    [1, heads, rows, width], but for keys and values of step 0, which every position has, and queries of step 0, which
+    may be either. eager: None for whatever suits the device.
     """
 
-    def __init__(self, batch: TokenBatch, *, eager: bool | None = None):
+    def __init__(self, batch: TokenBatch, rows: Int[Tensor, "rows"] | None = None, *, eager: bool | None = None):
         eager = batch.input_ids.device.type != "cpu" if eager is None else eager
+        self._shape, self._rows = batch.input_ids.shape, rows
         self._allowed = batch.attention()[0] if eager else None
-        self._spans = None if eager else document_spans(batch)
+        self._spans = [] if eager else spans(batch)
+        self._row_spans = self._spans if eager or rows is None else spans_of_rows(self._spans, rows)
         self._seen: dict[int, list[tuple[Key, Key]]] = {}
 
     def __call__(self, layer: int, query: Query, key: Key, value: Key) -> Query:
         seen = self._seen.setdefault(layer, [])
         seen.append((key, value))
         (first_key, first_value), *later = seen
+        everywhere = self._rows is None or (query.shape[0], query.shape[2]) == self._shape
         if self._allowed is not None:
-            return eager_attention(query, first_key, first_value, later, self._allowed)
+            if everywhere:
+                return eager_attention(query, first_key, first_value, later, self._allowed)
+            later = [(self._spread(k), self._spread(v)) for k, v in later]
+            return self._rows_of(eager_attention(self._spread(query), first_key, first_value, later, self._allowed))
         wide = torch.promote_types(query.dtype, torch.float32)  # few CPUs have a fast half-precision kernel
-        flat = [tensor.to(wide) for pair in later for tensor in pair]
-        merged = _Merged.apply(self._spans, query.to(wide), first_key.to(wide), first_value.to(wide), *flat)
+        chosen = self._spans if everywhere else self._row_spans
+        flat = [_in_a_line(tensor).to(wide) for pair in later for tensor in pair]
+        merged = _Merged.apply(chosen, _in_a_line(query).to(wide), first_key.to(wide), first_value.to(wide), *flat)
         assert isinstance(merged, Tensor)
-        return merged.to(query.dtype)
+        return merged.to(query.dtype).unflatten(1, (query.shape[0], query.shape[2])).transpose(0, 1)
+
+    def _spread(self, rows: Float[Tensor, "1 heads rows width"]) -> Float[Tensor, "batch heads seq width"]:
+        """At every position; zero where nothing is unrolled."""
+        assert self._rows is not None
+        lines, length = self._shape
+        zeros = rows.new_zeros(rows.shape[1], lines * length, rows.shape[3])
+        return zeros.index_copy(1, self._rows, rows[0]).unflatten(1, self._shape).transpose(0, 1)
+
+    def _rows_of(self, everywhere: Float[Tensor, "batch heads seq width"]) -> Float[Tensor, "1 heads rows width"]:
+        return _in_a_line(everywhere)[:, self._rows][None]
 
 
-Span = tuple[int, int, int]
-"""(row, start, stop) of a document in a batch."""
+def _in_a_line(tensor: Float[Tensor, "batch heads seq width"]) -> Float[Tensor, "heads rows width"]:
+    return tensor.transpose(0, 1).flatten(1, 2)
 
 
-def document_spans(batch: TokenBatch) -> list[Span]:
-    """Where each document stands; padding is in none."""
-    spans = []
-    for row, ids in enumerate(batch.document_ids):
+def unrolled_rows(batch: TokenBatch, positions: Int[Tensor, "positions"]) -> Int[Tensor, "rows"]:
+    """Of each document the positions from the first to the last of `positions`; both flattened, ascending."""
+    known, rows = positions.tolist(), []
+    for document in spans(batch):
+        inside = known[
+            bisect_left(known, document.at) : bisect_left(known, document.at + document.stop - document.start)
+        ]
+        if inside:
+            rows.append(torch.arange(inside[0], inside[-1] + 1))
+    return torch.cat(rows or [positions.cpu()[:0]]).to(positions.device)
+
+
+def spans(batch: TokenBatch) -> list[Span]:
+    """All documents, for queries at every position; padding is in none."""
+    found, length = [], batch.input_ids.shape[1]
+    for line, ids in enumerate(batch.document_ids):
         _, lengths = ids.unique_consecutive(return_counts=True)
         stops = lengths.cumsum(0).tolist()
-        starts = [0, *stops[:-1]]
-        spans += [(row, start, stop) for start, stop in zip(starts, stops, strict=True) if ids[start] >= 0]
-    return spans
+        for start, stop in zip([0, *stops[:-1]], stops, strict=True):
+            if ids[start] >= 0:
+                found.append(Span(line, start, start, stop, line * length + start))
+    return found
+
+
+def spans_of_rows(documents: Sequence[Span], rows: Int[Tensor, "rows"]) -> list[Span]:
+    """The documents of which something is unrolled, for queries at `rows` alone."""
+    known, found = rows.tolist(), []
+    for line, start, _, stop, at in documents:
+        begin, end = bisect_left(known, at), bisect_left(known, at + stop - start)
+        if begin < end:
+            first = start + known[begin] - at
+            found.append(Span(line, start, first, first + end - begin, begin))
+    return found
 
 
 class _Merged(torch.autograd.Function):
-    """(spans, query, key, value of step 0, then key and value of every later step) -> what the queries gather."""
+    """(spans, queries, key and value of step 0, then key and value of every later step) -> what the queries gather.
+
+    Queries and later keys: [heads or kv_heads, rows, width]. Keys of step 0: [batch, kv_heads, seq, width].
+    """
 
     @staticmethod
-    def forward(ctx, spans: Sequence[Span], query: Tensor, key: Tensor, value: Tensor, *later: Tensor):
+    def forward(ctx, chosen: Sequence[Span], query: Tensor, key: Tensor, value: Tensor, *later: Tensor):
         kv_heads, scale = key.shape[1], query.shape[-1] ** -0.5
-        # seq before heads in memory, as the output projection reads it; padding gathers nothing
-        out = torch.zeros_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-        lse = torch.zeros_like(query[..., 0])
-        for span in spans:
-            part, part_lse = _flash(*_cut(span, kv_heads, query, key, value), 0.0, True)
-            into, lse_into = _cut(span, kv_heads, out, lse)
-            into.copy_(part)
-            lse_into.copy_(part_lse)
-        queries, outs = query.unflatten(1, (kv_heads, -1)), out.unflatten(1, (kv_heads, -1))
-        lse = lse.unflatten(1, (kv_heads, -1))
-        scores = [(queries * k[:, :, None]).sum(-1) * scale for k in later[::2]]
+        queries = query.unflatten(0, (kv_heads, -1))
+        # rows before heads in memory, as the output projection reads it; padding gathers nothing
+        out = query.new_zeros(query.shape[1], query.shape[0], query.shape[2]).transpose(0, 1)
+        outs = out.unflatten(0, (kv_heads, -1))
+        lse = torch.zeros_like(queries[..., 0])
+        for span in chosen:
+            rows = queries[:, :, span.queries]
+            gathered = [_flash(rows, *_keys(span, part, rows, key, value), 0.0, part[2]) for part in span.parts()]
+            together = torch.stack([sums for _, sums in gathered]).logsumexp(0)
+            lse[:, :, span.queries] = together
+            for part, sums in gathered:
+                outs[:, :, span.queries] += part * (sums - together).exp()[..., None]
+        scores = [(queries * k[:, None]).sum(-1) * scale for k in later[::2]]
         merged = torch.stack([lse, *scores]).logsumexp(0)
         weights = [(score - merged).exp_() for score in scores]
         if later:
             outs *= (lse - merged).exp_()[..., None]
             for weight, v in zip(weights, later[1::2], strict=True):
-                outs.addcmul_(weight[..., None], v[:, :, None])
-        ctx.spans = spans
-        ctx.save_for_backward(query, key, value, out, merged.flatten(1, 2), *later, *weights)
+                outs.addcmul_(weight[..., None], v[:, None])
+        ctx.spans = chosen
+        ctx.save_for_backward(query, key, value, out, merged, *later, *weights)
         return out
 
     @staticmethod
@@ -114,32 +189,34 @@ class _Merged(torch.autograd.Function):
         kv_heads, scale, count = key.shape[1], query.shape[-1] ** -0.5, len(rest) // 3
         later, weights = rest[: 2 * count], rest[2 * count :]
         by_query, by_key, by_value = (torch.zeros_like(tensor) for tensor in (query, key, value))
+        queries, outs, by_outs, by_queries = (
+            each.unflatten(0, (kv_heads, -1)) for each in (query, out, by_out, by_query)
+        )
         for span in ctx.spans:
-            by_part, *inputs, part, part_lse = _cut(span, kv_heads, by_out, query, key, value, out, lse)
-            gradients = _flash_backward(by_part, *inputs, part, part_lse, 0.0, True)
-            row, start, stop = span
-            by_query[row, :, start:stop] = gradients[0].flatten(0, 1)
-            by_key[row, :, start:stop], by_value[row, :, start:stop] = gradients[1].sum(1), gradients[2].sum(1)
-        queries, by_outs = query.unflatten(1, (kv_heads, -1)), by_out.unflatten(1, (kv_heads, -1))
-        by_queries = by_query.unflatten(1, (kv_heads, -1))
-        along = (by_outs * out.unflatten(1, (kv_heads, -1))).sum(-1) if later else None
+            rows = slice(None), slice(None), span.queries
+            for part in span.parts():
+                begin, end, causal = part
+                inputs = [by_outs[rows], queries[rows], *_keys(span, part, queries, key, value), outs[rows], lse[rows]]
+                by_rows, by_keys, by_values = _flash_backward(*inputs, 0.0, causal)
+                by_queries[rows] += by_rows
+                by_key[span.line, :, begin:end] = by_keys.sum(1)
+                by_value[span.line, :, begin:end] = by_values.sum(1)
+        along = (by_outs * outs).sum(-1) if later else None
         by_later: list[Tensor] = []
         for weight, k, v in zip(weights, later[::2], later[1::2], strict=True):
-            by_score = ((by_outs * v[:, :, None]).sum(-1) - along) * weight * scale
-            by_queries.addcmul_(by_score[..., None], k[:, :, None])
-            by_later += [(by_score[..., None] * queries).sum(2), (weight[..., None] * by_outs).sum(2)]
+            by_score = ((by_outs * v[:, None]).sum(-1) - along) * weight * scale
+            by_queries.addcmul_(by_score[..., None], k[:, None])
+            by_later += [(by_score[..., None] * queries).sum(1), (weight[..., None] * by_outs).sum(1)]
         return None, by_query, by_key, by_value, *by_later
 
 
-def _cut(span: Span, kv_heads: int, *tensors: Tensor) -> list[Tensor]:
-    """The document's part of each [batch, heads or kv_heads, seq, ..] as [kv_heads, group, document, ..].
+def _keys(span: Span, part: tuple[int, int, bool], queries: Tensor, *tensors: Tensor) -> list[Tensor]:
+    """The part's keys or values as [kv_heads, group, keys, width].
 
     A key stands for its whole group without being copied, which works with any version of the fused kernels.
     """
-    row, start, stop = span
-    parts = [tensor[row, :, start:stop].unflatten(0, (kv_heads, -1)) for tensor in tensors]
-    group = max(part.shape[1] for part in parts)
-    return [part.expand(-1, group, *part.shape[2:]) for part in parts]
+    group = queries.shape[1]
+    return [tensor[span.line, :, None, part[0] : part[1]].expand(-1, group, -1, -1) for tensor in tensors]
 
 
 def eager_attention(

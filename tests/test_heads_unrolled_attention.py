@@ -6,7 +6,7 @@ import pytest
 import torch
 from head_cases import collate, pad, row
 
-from headstart.heads.unrolled_attention import UnrolledAttention, document_spans
+from headstart.heads.unrolled_attention import UnrolledAttention, spans, spans_of_rows, unrolled_rows
 
 F64 = torch.float64
 HEADS, WIDTH = 6, 8
@@ -111,5 +111,41 @@ def test_extreme_scores_stay_finite(eager):
 
 
 def test_documents_are_found_where_they_stand():
-    assert document_spans(packed()) == [(0, 0, 7), (0, 7, 11), (1, 0, 13), (2, 0, 9)]
-    assert document_spans(collate([], [])) == []
+    found = spans(packed())
+    assert found == [(0, 0, 0, 7, 0), (0, 7, 7, 11, 7), (1, 0, 0, 13, 13), (2, 0, 0, 9, 26)]
+    assert spans(collate([], [])) == []
+    rows = unrolled_rows(packed(), torch.tensor([2, 3, 6, 9, 15, 25]))
+    assert rows.tolist() == [2, 3, 4, 5, 6, 9, *range(15, 26)], "from the first to the last of each document"
+    assert spans_of_rows(found, rows) == [(0, 0, 2, 7, 0), (0, 7, 9, 10, 5), (1, 0, 2, 13, 6)]
+    assert unrolled_rows(packed(), rows[:0]).tolist() == []
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "fast"])
+@pytest.mark.parametrize("first_everywhere", [True, False])
+def test_some_positions_alone_gather_what_they_do_among_all(eager, first_everywhere):
+    """And their gradients are the same; in step 0 the others may ask too, as in all layers but the last."""
+    batch, found = packed(), {}
+    rows = unrolled_rows(batch, torch.tensor([2, 6, 9, 15, 20, 30, 34]))
+    for alone in (False, True):
+        steps, weights = inputs(batch, 2, 3), inputs(batch, 2, 3, seed=1)
+        attend, loss = UnrolledAttention(batch, rows if alone else None, eager=eager), torch.zeros((), dtype=F64)
+        for number, (step, (weight, *_)) in enumerate(zip(steps, weights, strict=True)):
+            given = list(step)
+            if alone:
+                for place in range(3) if number else [] if first_everywhere else [0]:
+                    given[place] = at_rows(given[place], rows)
+            out = attend(0, *given)
+            out, weight = (one if one.shape[0] == 1 else at_rows(one, rows) for one in (out, weight.detach()))
+            loss = loss + (out * weight).sum()
+            found[alone, number] = out
+        loss.backward()
+        found[alone] = [tensor.grad for step in steps for tensor in step]
+    for number in range(3):
+        torch.testing.assert_close(found[True, number], found[False, number], rtol=1e-12, atol=1e-12)
+    for one, other in zip(found[True], found[False], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+def at_rows(tensor, rows):
+    """[batch, heads, seq, width] at flattened positions, as a batch of one."""
+    return tensor.transpose(1, 2).flatten(0, 1)[rows].transpose(0, 1)[None]
