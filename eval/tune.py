@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -99,6 +100,9 @@ def dtype_advice(target: Target, forecasts: dict[int, Forecast], costs: CostCurv
     seconds that the target's linear layers take in either."""
     names = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
     if target.device.type != "cpu" or target.dtype not in names:
+        return None
+    copied = 2 * 4 * sum(parameter.numel() for parameter in target.model.parameters())  # in float32, and prepacked
+    if copied > psutil.virtual_memory().available:
         return None
     compared = {size: forecast for size, forecast in forecasts.items() if size <= LARGEST_COMPARED}
     seconds = linear_seconds(target, tuple(compared))

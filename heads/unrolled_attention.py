@@ -119,11 +119,9 @@ def unrolled_rows(batch: TokenBatch, positions: Int[Tensor, "positions"]) -> Int
     """Of each document the positions from the first to the last of `positions`; both flattened, ascending."""
     known, rows = positions.tolist(), []
     for document in spans(batch):
-        inside = known[
-            bisect_left(known, document.at) : bisect_left(known, document.at + document.stop - document.start)
-        ]
-        if inside:
-            rows.append(torch.arange(inside[0], inside[-1] + 1))
+        begin, end = _inside(known, document)
+        if begin < end:
+            rows.append(torch.arange(known[begin], known[end - 1] + 1))
     return torch.cat(rows or [positions.cpu()[:0]]).to(positions.device)
 
 
@@ -142,12 +140,17 @@ def spans(batch: TokenBatch) -> list[Span]:
 def spans_of_rows(documents: Sequence[Span], rows: Int[Tensor, "rows"]) -> list[Span]:
     """The documents of which something is unrolled, for queries at `rows` alone."""
     known, found = rows.tolist(), []
-    for line, start, _, stop, at in documents:
-        begin, end = bisect_left(known, at), bisect_left(known, at + stop - start)
+    for document in documents:
+        begin, end = _inside(known, document)
         if begin < end:
-            first = start + known[begin] - at
-            found.append(Span(line, start, first, first + end - begin, begin))
+            first = document.start + known[begin] - document.at
+            found.append(Span(document.line, document.start, first, first + end - begin, begin))
     return found
+
+
+def _inside(known: Sequence[int], document: Span) -> tuple[int, int]:
+    """Which of these flattened positions, ascending, lie in a document of which every position has a query."""
+    return bisect_left(known, document.queries.start), bisect_left(known, document.queries.stop)
 
 
 class _Merged(torch.autograd.Function):

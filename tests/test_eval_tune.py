@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import head_cases
 import pytest
@@ -150,3 +151,10 @@ def test_the_dtype_with_more_tokens_per_second_is_told(monkeypatch, dtype, bfloa
     )
     advice = tune.dtype_advice(tiny.target("llama", dtype=dtype), forecasts, costs)
     assert advice is None if told is None else told in (advice or "")
+
+
+def test_no_dtype_is_advised_that_memory_has_no_room_to_try(monkeypatch):
+    costs = CostCurve(seconds={1: 0.1}, context_length=1, rows=1, device="cpu", dtype="x")
+    monkeypatch.setattr(tune.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    monkeypatch.setattr(tune, "linear_seconds", None)
+    assert tune.dtype_advice(tiny.target("llama"), {}, costs) is None
