@@ -116,9 +116,9 @@ def measure_costs(
     target: Target,
     *,
     widths: Sequence[int] = SIZES,
-    context_length: int = 256,
+    context_length: int = 128,
     rows: int = 1,
-    repeats: int = 8,
+    repeats: int = 16,
 ) -> CostCurve:
     """Times about `repeats` steps of every width; the context grows by one a step.
 
