@@ -1,8 +1,7 @@
-"""The comparison of heads: what is paired with what, and a whole small run that is stopped and goes on."""
+"""The comparison of heads: what is pooled, and what is paired with what."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -73,36 +72,3 @@ def test_trees_are_scored_on_answers_they_were_not_chosen_on():
     assert all(accepted == 0 for steps in across for _, accepted in steps)
     own = replay_trees([easy], answers, 2, crosswise=False)
     assert len(own) == 1 and all(accepted == 1 for _, accepted in own[0])
-
-
-@pytest.mark.slow
-def test_a_small_comparison_is_run_and_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
-    small = ["train.cpu_seconds=null", "train.max_steps=3", "data.max_length=128", "target.dtype=float32"]
-    small += ["eval.max_new_tokens=12", 'data.train=[{source: "bundled:chats", split: train, limit: 6}]']
-    words = ["--recipes", "smollm2-medusa.yaml,smollm2-eagle3.yaml", "--seeds", "0", "--questions", "2", "--jobs", "2"]
-    words += ["--output", str(tmp_path / "heads"), *(word for one in small for word in ("--set", one))]
-    monkeypatch.setattr(bench_heads, "held_out_rows", few_rows(bench_heads.held_out_rows))
-    assert bench_heads.main(words) == 0
-    report = json.loads((tmp_path / "heads/heads.json").read_text())
-    for population in (TOPICS, KINDS):
-        for recipe in ("smollm2-medusa", "smollm2-eagle3"):
-            taus = report["acceptance"][population]["acceptance_length"][recipe]
-            assert list(taus) == ["chain 3", "tree 8", "tree 16", "tree 32"]
-            assert all(one["value"] >= 1 for one in taus.values())
-        assert set(report["speed"][population]["differences"]) == {
-            f"smollm2-eagle3 - smollm2-medusa, {arm}" for arm in bench_heads.ARMS
-        }
-    speeds = (tmp_path / "heads/speed.jsonl").read_text()
-    assert speeds.count("\n") == 4
-    (tmp_path / "heads/speed.jsonl").write_text(speeds[: len(speeds) * 2 // 3])
-    monkeypatch.setattr(bench_heads, "measure_acceptance", None)
-    capsys.readouterr()
-    assert bench_heads.main(words) == 0
-    text = capsys.readouterr().out
-    assert "headstart train" not in text and "| smollm2-eagle3 - smollm2-medusa |" in text
-    again = [json.loads(line)["question"] for line in (tmp_path / "heads/speed.jsonl").read_text().splitlines()]
-    assert sorted(again) == sorted(json.loads(line)["question"] for line in speeds.splitlines())
-
-
-def few_rows(whole):
-    return lambda trained, population: whole(trained, population).take(range(8))

