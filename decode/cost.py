@@ -211,6 +211,14 @@ def grow_tree(answers: Sequence[RankedAnswer], num_nodes: int, rounds: int = 4) 
     return best[1]
 
 
+def replay_crosswise(answers: Sequence[RankedAnswer], num_nodes: int) -> list[list[tuple[int, int]]]:
+    """The steps along each answer with the best tree of the other half: even answers with the one chosen on the odd
+    answers, and the other way round. A half that is empty leaves the choice to the other."""
+    even, odd = answers[::2], answers[1::2]
+    trees = [grow_tree(odd or even, num_nodes), grow_tree(even or odd, num_nodes)]
+    return [replay(answer, trees[number % 2]) for number, answer in enumerate(answers)]
+
+
 def mean_tokens(runs: Sequence[Sequence[tuple[int, int]]]) -> float:
     """τ of replays: tokens per step, the bonus token counted, pooled over answers; 1 where no step was seen."""
     steps = sum(len(run) for run in runs)
@@ -240,18 +248,11 @@ def tune(
 
     τ is forecast crosswise: trees chosen on the even answers are scored on the odd ones and the other way round.
     """
-    halves = (answers[::2], answers[1::2])
     forecasts = {1: Forecast(paths=[], acceptance_length=1.0, speedup=1.0)}
     for size in sizes:
         if size == 1:
             continue
-        runs = [
-            replay(answer, paths)
-            for chosen_on, scored_on in (halves, halves[::-1])
-            for paths in [grow_tree(chosen_on or scored_on, size)]
-            for answer in scored_on
-        ]
-        tau, paths = mean_tokens(runs), grow_tree(answers, size)
+        tau, paths = mean_tokens(replay_crosswise(answers, size)), grow_tree(answers, size)
         drafting = draft_seconds.of(paths) if isinstance(draft_seconds, DraftCosts) else draft_seconds
         speedup = tau * costs.at(1) / (costs.at(size) + drafting)
         forecasts[size] = Forecast(paths=paths, acceptance_length=tau, speedup=speedup)

@@ -35,7 +35,7 @@ import numpy as np
 from headstart.data.packing import RowStore
 from headstart.data.prepare import prepare
 from headstart.data.progress import Progress
-from headstart.decode.cost import RankedAnswer, grow_tree, replay
+from headstart.decode.cost import grow_tree, replay, replay_crosswise
 from headstart.decode.decode_copy import make_faster
 from headstart.decode.drafters.plans import chain_paths
 from headstart.decode.forecast import rank_answer, record_rows
@@ -118,7 +118,11 @@ def measure_acceptance(run: Path) -> dict[str, Any]:
         ranked[population] = answers = [rank_answer(head, target, text, depth=depth) for text in texts]
         plans = {f"chain {CHAIN}": [replay(answer, chain_paths(CHAIN)) for answer in answers]}
         for size in SIZES:
-            plans[f"tree {size}"] = replay_trees(answers, ranked[TOPICS], size, crosswise=population == TOPICS)
+            if population == TOPICS:
+                plans[f"tree {size}"] = replay_crosswise(answers, size)
+            else:
+                paths = grow_tree(ranked[TOPICS], size)
+                plans[f"tree {size}"] = [replay(answer, paths) for answer in answers]
         longest = [replay(answer, chain_paths(depth)) for answer in answers]
         figures[population] = {
             "loops": [loops(text.answer) for text in texts],
@@ -138,18 +142,6 @@ def held_out_rows(trained: Trained, population: str) -> RowStore:
     source = f'data.held_out.sources=[{{source: "bundled:chats", split: {population}}}]'
     recipe, target = override(trained.recipe, [source]), trained.target
     return prepare(recipe, target.tokenizer, vocab_size=target.vocab_size, max_positions=target.max_positions).held_out
-
-
-def replay_trees(
-    answers: Sequence[RankedAnswer], chosen_on: Sequence[RankedAnswer], size: int, *, crosswise: bool
-) -> list[list[tuple[int, int]]]:
-    """The steps along each answer with the best static tree of `size` nodes; crosswise: even answers with the tree of
-    the odd ones, and the other way round."""
-    if not crosswise:
-        paths = grow_tree(chosen_on, size)
-        return [replay(answer, paths) for answer in answers]
-    trees = [grow_tree(chosen_on[1 - part :: 2], size) for part in (0, 1)]
-    return [replay(answer, trees[number % 2]) for number, answer in enumerate(answers)]
 
 
 # -- speed of all heads on the same prompts ----------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from accelerate import Accelerator
 
 from headstart.data.packing import RowStore
 from headstart.data.rendering import Row
-from headstart.decode.cost import RankedAnswer, grow_tree, mean_tokens, replay
+from headstart.decode.cost import RankedAnswer, mean_tokens, replay, replay_crosswise
 from headstart.decode.drafters.plans import chain_paths
 from headstart.decode.forecast import Recorded, rank_answer, record_rows
 from headstart.errors import DataError, HeadstartError, refuse_unwritable
@@ -113,11 +113,7 @@ def from_second_token(answer: RankedAnswer) -> RankedAnswer:
 
 def crosswise(answers: Sequence[RankedAnswer], nodes: int) -> float:
     """τ of trees of `nodes` nodes, root included, each half of the answers scored with the tree of the other."""
-    runs = []
-    for chosen_on, scored_on in ((answers[::2], answers[1::2]), (answers[1::2], answers[::2])):
-        paths = grow_tree(chosen_on, nodes)
-        runs += [replay(answer, paths) for answer in scored_on]
-    return mean_tokens(runs)
+    return mean_tokens(replay_crosswise(answers, nodes))
 
 
 def by_depth(runs: Sequence[Sequence[tuple[int, int]]]) -> list[float]:

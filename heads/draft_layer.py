@@ -111,12 +111,15 @@ class DraftAttention(nn.Module):
         rows: Int[Tensor, "rows"] | None = None,
     ) -> Float[Tensor, "lines rows dim"]:
         """rows: flattened positions that ask; every position has a key and a value. None: all."""
-        asking = pick(reading, rows), pick(rotary[0][:, 0], rows)[:, None], pick(rotary[1][:, 0], rows)[:, None]
+        asking = pick(reading, rows)
+        turned = (
+            rotary if rows is None else (pick(rotary[0][:, 0], rows)[:, None], pick(rotary[1][:, 0], rows)[:, None])
+        )
         query, key, value = (
             project(read).unflatten(-1, (-1, self.width)).transpose(1, 2)
-            for project, read in ((self.q_proj, asking[0]), (self.k_proj, reading), (self.v_proj, reading))
+            for project, read in ((self.q_proj, asking), (self.k_proj, reading), (self.v_proj, reading))
         )
-        gathered = attend(rotate(query, asking[1:]), rotate(key, rotary), value)
+        gathered = attend(rotate(query, turned), rotate(key, rotary), value)
         return self.o_proj(gathered.transpose(1, 2).flatten(2))
 
 

@@ -39,9 +39,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headstart.data.packing import TokenBatch
-
-Query = Float[Tensor, "lines heads rows width"]
-Key = Float[Tensor, "batch kv_heads seq width"]
+from headstart.heads.draft_layer import Key, Query
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from headstart.decode.cost import RankedAnswer
+from headstart.decode.cost import RankedAnswer, replay_crosswise
 from headstart.eval import bench_heads
-from headstart.eval.bench_heads import KINDS, TOPICS, compare_acceptance, compare_speed, replay_trees
+from headstart.eval.bench_heads import KINDS, TOPICS, compare_acceptance, compare_speed
 
 
 def acceptance_of(tokens: list[int], steps: int = 10) -> dict:
@@ -67,8 +67,7 @@ RUNS = {"a0": 1.2, "a1": 1.2, "b0": 1.6, "b1": 1.6}
 
 def test_trees_are_scored_on_answers_they_were_not_chosen_on():
     easy, hard = RankedAnswer(torch.zeros(12, 3).long()), RankedAnswer(torch.full((12, 3), 1))
-    answers = [easy, hard, easy, hard]
-    across = replay_trees(answers, answers, 2, crosswise=True)
+    across = replay_crosswise([easy, hard, easy, hard], 2)
     assert all(accepted == 0 for steps in across for _, accepted in steps)
-    own = replay_trees([easy], answers, 2, crosswise=False)
-    assert len(own) == 1 and all(accepted == 1 for _, accepted in own[0])
+    (own,) = replay_crosswise([easy], 2)
+    assert own and all(accepted == 1 for _, accepted in own)
