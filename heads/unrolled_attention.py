@@ -115,12 +115,15 @@ def _in_a_line(tensor: Float[Tensor, "batch heads seq width"]) -> Float[Tensor, 
 
 def unrolled_rows(batch: TokenBatch, positions: Int[Tensor, "positions"]) -> Int[Tensor, "rows"]:
     """Of each document the positions from the first to the last of `positions`; both flattened, ascending."""
-    known, rows = positions.tolist(), []
-    for document in spans(batch):
-        begin, end = _inside(known, document)
-        if begin < end:
-            rows.append(torch.arange(known[begin], known[end - 1] + 1))
-    return torch.cat(rows or [positions.cpu()[:0]]).to(positions.device)
+    lines, length = batch.document_ids.shape
+    places = torch.arange(lines * length, device=positions.device)
+    documents = (batch.document_ids + (length + 1) * torch.arange(lines, device=positions.device)[:, None]).flatten()
+    marked = torch.zeros_like(places, dtype=torch.bool).index_fill(0, positions, True)
+    before = places.where(marked, -1).cummax(0).values
+    after = places.where(marked, len(places)).flip(0).cummin(0).values.flip(0)
+    inside = (before >= 0) & (after < len(places))
+    inside &= (documents[before] == documents) & (documents[after.clamp(max=len(places) - 1)] == documents)
+    return places[inside]
 
 
 def spans(batch: TokenBatch) -> list[Span]:
@@ -139,16 +142,11 @@ def spans_of_rows(documents: Sequence[Span], rows: Int[Tensor, "rows"]) -> list[
     """The documents of which something is unrolled, for queries at `rows` alone."""
     known, found = rows.tolist(), []
     for document in documents:
-        begin, end = _inside(known, document)
+        begin, end = (bisect_left(known, edge) for edge in (document.queries.start, document.queries.stop))
         if begin < end:
             first = document.start + known[begin] - document.at
             found.append(Span(document.line, document.start, first, first + end - begin, begin))
     return found
-
-
-def _inside(known: Sequence[int], document: Span) -> tuple[int, int]:
-    """Which of these flattened positions, ascending, lie in a document of which every position has a query."""
-    return bisect_left(known, document.queries.start), bisect_left(known, document.queries.stop)
 
 
 class _Merged(torch.autograd.Function):
