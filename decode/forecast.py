@@ -121,7 +121,8 @@ def rank_answer(
         at = bases[:, None] + torch.arange(depth, device=states.device)
         labels = column[answer[at.clamp(max=len(answer) - 1)]]
         ranks[bases] = _ranks(logits, labels.where(at < len(answer), -1))
-    return RankedAnswer(ranks.cpu())
+    # widened, a row has more choices than that, but no static tree may ask for them (`sort_paths`)
+    return RankedAnswer(ranks.masked_fill(ranks >= head.draft_vocab_size, -1).cpu())
 
 
 def draft_states(

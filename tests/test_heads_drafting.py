@@ -124,6 +124,15 @@ def test_a_tree_grown_from_the_ranks_is_one_that_can_be_decoded(target, plain, l
     assert measured == [accepted for answer in answers for _, accepted in replay(answer, paths)]
 
 
+def test_no_rank_is_one_that_a_tree_may_not_ask_for(target, plain):
+    """A widened vocabulary of 4 offers more than 4 choices, and a text is found among the last of them too."""
+    head = head_for(target, vocab_of(range(4)), num_heads=2, shake=0.3)
+    answers = [forecast(target, head, one, [], True)[0] for one in decode(target, NoDraft(), requests())]
+    ranks = torch.cat([answer.ranks for answer in answers])
+    assert ranks.max() == 3
+    MedusaDrafter(head, target, grow_tree(answers, 64))
+
+
 def test_rows_draft_the_same_in_any_batch(target, learnt):
     """Acceptance, not only the text: another row's words in the union of extra ids must not reach this row's tree."""
     alone, together = (
