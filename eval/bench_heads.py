@@ -46,6 +46,7 @@ from headstart.eval.intervals import bootstrap, ratio_interval, speedup_interval
 from headstart.eval.prompts import choose, load_questions
 from headstart.eval.timing import PLAIN, Answer, Contender, time_arms
 from headstart.eval.trained import Trained, open_trained
+from headstart.heads.configs import MedusaConfig
 from headstart.heads.store import load_head
 from headstart.recipe import load_recipe, override
 from headstart.train.atomic_folder import write_text
@@ -332,9 +333,13 @@ def run(
     recipes: Sequence[str], seeds: Sequence[int], folder: Path, settings: Sequence[str], *, questions: int, jobs: int
 ) -> dict[str, Any]:
     """Trains, measures and compares; what stands in `folder` already is not done again."""
-    names = {load_recipe(recipe).name: recipe for recipe in recipes}
+    loaded = [load_recipe(recipe, settings) for recipe in recipes]
+    names = {one.name: recipe for one, recipe in zip(loaded, recipes, strict=True)}
     if len(names) < len(recipes):
         raise RecipeError("two of the recipes have one name; give one of them another")
+    for one in loaded:
+        if isinstance(one.head, MedusaConfig) and one.head.num_heads < CHAIN:
+            raise RecipeError(f"{one.name}: head.num_heads is {one.head.num_heads}; chains of {CHAIN} are compared")
     runs = {name: [folder / f"{name}-seed{seed}" for seed in seeds] for name in names}
     # seed by seed, so that what was done when it is stopped has all recipes
     order = [(names[name], seed, runs[name][place]) for place, seed in enumerate(seeds) for name in names]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 
 from headstart.decode.cost import RankedAnswer, replay_crosswise
 from headstart.eval import bench_heads
 from headstart.eval.bench_heads import KINDS, TOPICS, compare_acceptance, compare_speed
+from headstart.recipe import load_recipe
 
 
 def acceptance_of(tokens: list[int], steps: int = 10) -> dict:
@@ -71,3 +74,40 @@ def test_trees_are_scored_on_answers_they_were_not_chosen_on():
     assert all(accepted == 0 for steps in across for _, accepted in steps)
     (own,) = replay_crosswise([easy], 2)
     assert own and all(accepted == 1 for _, accepted in own)
+
+
+def test_heads_too_short_for_the_chain_are_refused_before_hours_of_training(tmp_path, capsys):
+    words = ["--recipes", "smollm2-medusa.yaml", "--set", "head.num_heads=2", "--output", str(tmp_path)]
+    assert bench_heads.main(words) != 0
+    assert "head.num_heads" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_two_recipes_from_training_to_tables_and_nothing_twice(tmp_path, capsys):
+    place, train = tiny.save(tmp_path / "target", "llama"), '[{source: "bundled:chats", split: train, limit: 8}]'
+    small = [f"target.name={place}", "target.architecture=null", f"data.train={train}", "data.max_length=96"]
+    small += ["train.cpu_seconds=null", "train.max_steps=3", "eval.max_new_tokens=8", "head.draft_vocab_size=64"]
+    own = {"smollm2-medusa": ["head.num_heads=3"], "smollm2-eagle3": ["head.layers=[1,2]", "head.unrolled_steps=2"]}
+    for name, settings in own.items():
+        (tmp_path / f"{name}.yaml").write_text(load_recipe(f"{name}.yaml", [*small, *settings]).to_yaml())
+    recipes = ",".join(str(tmp_path / f"{name}.yaml") for name in own)
+    words = ["--recipes", recipes, "--seeds", "0", "--questions", "1", "--jobs", "2", "--output", str(tmp_path / "out")]
+    assert bench_heads.main(words) == 0
+    assert capsys.readouterr().out.count("$ headstart") == 4, "two heads, trained and tuned"
+    report = json.loads((tmp_path / "out/heads.json").read_text())
+    for population in (TOPICS, KINDS):
+        acceptance, speed = report["acceptance"][population], report["speed"][population]
+        assert acceptance["answers"] + acceptance["looping"] > 50
+        assert list(acceptance["differences"]) == ["smollm2-eagle3 - smollm2-medusa"]
+        for by_plan in acceptance["acceptance_length"].values():
+            assert list(by_plan) == ["chain 3", "tree 8", "tree 16", "tree 32"]
+            assert all(1 <= one["value"] < 5 and len(one["seeds"]) == 1 for one in by_plan.values())
+        assert speed["answers"] + speed["looping"] == 1
+        assert list(speed["arms"]) == [f"{name}, {arm}" for name in own for arm in bench_heads.ARMS]
+
+    stored = tmp_path / "out/speed.jsonl"
+    first, second = stored.read_text().splitlines()
+    stored.write_text(f"{first}\n{second[:9]}")  # stopped while it wrote the second
+    assert bench_heads.main(words) == 0
+    assert "$ headstart" not in capsys.readouterr().out
+    assert stored.read_text().splitlines()[0] == first and len(stored.read_text().splitlines()) == 2

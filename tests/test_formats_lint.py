@@ -106,6 +106,7 @@ PLANTED: list[tuple[str, Any, dict[str, Any], set[str]]] = [
     ("sglang", None, config(**{TOP: [4, 2, 5]}), {"layer-ids"}),
     ("sglang", None, config(**{TOP: [2, 2, 5]}), {"layer-ids", "vllm-loader"}),
     ("sglang", None, config(**{f"eagle_config__{TOP}": [2, 4, 5]}), {"layer-ids"}),
+    ("sglang", None, config(**{TOP: [2, 4, 8], f"eagle_config__{TOP}": [1, 3, 7]}), {"layer-ids"}),
     ("sglang", None, config(eagle_config=GONE), {"layer-ids", "sglang-loader"}),
     ("speculators", None, config(**{TOP: [2, 4, 9]}), {"layer-ids"}),
     ("sglang", None, config(num_aux_hidden_states=5), {"fused-width"}),

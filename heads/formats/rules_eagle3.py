@@ -105,6 +105,13 @@ def layer_ids(subject: Subject) -> Iterator[Fault]:
         return
     if subject.target is not None and top[-1] > subject.target.num_layers:
         yield fault(f"{IDS} up to {subject.target.num_layers}", top, "the target has no such layer", subject.again)
+    elif subject.target is not None and top[-1] == subject.target.num_layers and not subject.is_speculators:
+        yield fault(
+            f"{IDS} up to {top[-1] - 1}",
+            top,
+            "SGLang takes a state where a layer begins, and none begins behind the last: the draft gets one too few",
+            "train with head.layers below the number of the target's layers, or serve with vLLM alone",
+        )
     if not subject.is_speculators and nested != [layer - 1 for layer in top]:
         yield fault(
             f"{[layer - 1 for layer in top]} inside eagle_config, one less than at the top",
