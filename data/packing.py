@@ -87,6 +87,13 @@ class TokenBatch:
         return TokenBatch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
 
+def spread(rows: Sequence[Row], count: int) -> list[Row]:
+    """`count` of the rows, or all, at even distances: sources come one after another, and a kind's rows together, so
+    that the first few would speak for their kind alone."""
+    count = min(count, len(rows))
+    return [rows[place * len(rows) // count] for place in range(count)]
+
+
 class RowStore(Sequence[Row]):
     """Rows kept as arrays: 5 bytes a token instead of the 80 or so of Python lists."""
 

@@ -22,6 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from headstart.data.packing import spread
 from headstart.data.prepare import prepare
 from headstart.decode.cost import (
     SIZES,
@@ -70,7 +71,7 @@ def run(
     make_faster(model)
     module = load_head(trained.head, model, allow_other_target)
     data = prepare(trained.recipe, model.tokenizer, vocab_size=model.vocab_size, max_positions=model.max_positions)
-    texts = record_rows(model, data.held_out[:NUM_ANSWERS], module.wants)
+    texts = record_rows(model, spread(data.held_out, NUM_ANSWERS), module.wants)
     if len(texts) < 2:
         raise DataError(
             f"a tree is tuned on held-out answers, and the recipe holds out {len(texts)}; "

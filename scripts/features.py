@@ -23,7 +23,7 @@ from headstart.data.feature_cache import FeatureWriter
 from headstart.data.feature_codec import bytes_per_token
 from headstart.data.feature_key import cache_key
 from headstart.data.features import Job, compute, feature_folder, jobs, share_of
-from headstart.data.packing import collate
+from headstart.data.packing import collate, spread
 from headstart.data.prepare import Prepared, prepare
 from headstart.data.progress import Progress
 from headstart.data.sources import with_limit
@@ -83,7 +83,7 @@ def run(
             _verify(cache)
         storage = cache.storage
     if trained is not None:
-        say(storage_loss(trained, target, data.held_out[:ANSWERS_REPLAYED], storage))
+        say(storage_loss(trained, target, spread(data.held_out, ANSWERS_REPLAYED), storage))
     say(f"train with it: --set data.features=offline --set data.feature_cache={folder}")
     return folder
 

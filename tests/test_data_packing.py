@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from headstart.data.packing import RowStore, TokenBatch, batches, collate
+from headstart.data.packing import RowStore, TokenBatch, batches, collate, spread
 from headstart.data.rendering import Row
 from tests import tiny
 
@@ -35,6 +35,15 @@ def scored_pairs(tokens: TokenBatch, shift: int) -> list[tuple[int, int, int]]:
     labels, scored = tokens.labels_at(shift)
     found = zip(tokens.input_ids[scored], tokens.position_ids[scored], labels[scored], strict=True)
     return sorted((int(token), int(position), int(label)) for token, position, label in found)
+
+
+@pytest.mark.parametrize(
+    ("there", "asked", "taken"), [(10, 4, [0, 2, 5, 7]), (3, 5, [0, 1, 2]), (0, 5, []), (5, 0, [])]
+)
+def test_a_few_rows_come_from_everywhere(there, asked, taken):
+    """The first few of rows that stand kind by kind would be of one kind."""
+    store = RowStore(some_rows(there))
+    assert [each.row_id for each in spread(store, asked)] == [str(number) for number in taken]
 
 
 def test_padding_is_told_by_position_never_by_value():

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from headstart.data.packing import spread
 from headstart.data.rendering import Row
 from headstart.decode.cost import (
     SIZES,
@@ -34,7 +35,7 @@ from headstart.heads.unrolled import UnrolledHead
 from headstart.target import Target
 
 NUM_ANSWERS = 24
-"""Held-out rows that are replayed, from the first on."""
+"""Held-out rows that are replayed."""
 CPU_SIZES = tuple(size for size in SIZES if size <= 16)
 """Larger trees cost more than they bring where a forward is bound by arithmetic."""
 REPEATS = 6
@@ -70,7 +71,7 @@ class Forecaster:
     """Forecasts for one target and its held-out rows; called with the head as it stands."""
 
     def __init__(self, target: Target, rows: Sequence[Row]):
-        self.target, self.rows = target, list(rows[:NUM_ANSWERS])
+        self.target, self.rows = target, spread(rows, NUM_ANSWERS)
         self._costs: tuple[CostCurve, float | DraftCosts] | None = None
 
     @torch.no_grad()
