@@ -77,7 +77,8 @@ class FeatureCache:
         self.key = key
         if not self._manifests() and not self._may_be_new:
             raise DataError(
-                f"There is no feature cache in {folder}; write it with `headstart data features --recipe ...`, or let "
+                f"There is no feature cache in {folder}; write it with `headstart data features --recipe ... "
+                f"--output {folder}`, or let "
                 "training fill it (--set data.features=hybrid)."
             )
         self.refresh()

@@ -173,6 +173,11 @@ def read_description(folder: str | Path) -> dict[str, Any]:
         ) from None
     except (ValueError, TypeError) as error:
         raise HeadError(f"{path} is no description of a head ({error}); restore it or train again") from None
+    if missing and "architectures" in description:
+        raise HeadError(
+            f"{folder} is a checkpoint for {description['architectures']}, no head of ours; make one of it: "
+            f"headstart import {folder} --target TARGET --output DIR"
+        )
     if missing:
         raise HeadError(f"{path} lacks {missing[0]}; restore it or train again")
     wrong = [key for key in ("head", "target") if not isinstance(description[key], dict)]

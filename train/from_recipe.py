@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from headstart.errors import show_warnings_plainly
 from headstart.heads.configs import UnrolledConfig
 from headstart.heads.formats import load_foreign
 from headstart.heads.store import build_head
@@ -34,6 +35,7 @@ def train_from_recipe(description: str, arguments: Sequence[str] | None, *head_t
     Ends the process with one sentence where the user can mend what went wrong.
     """
     options = parse_arguments(description, arguments)
+    show_warnings_plainly()
     with user_errors():
         recipe, replaced = read_recipe(options, *head_types)
         path = run_path(recipe, options)

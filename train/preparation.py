@@ -145,12 +145,13 @@ def open_target(recipe: Recipe, accelerator: Accelerator, replaced: Sequence[str
 
 
 def open_data(recipe: Recipe, target: Target, accelerator: Accelerator) -> Prepared:
-    """The rows to train and to look at, with their summary, and a warning where the target did not write them."""
+    """The rows to train and to look at, with their summary, and a warning where the target did not write them (of a
+    target with random weights that goes without saying)."""
     data = prepare(recipe, target.tokenizer, vocab_size=target.vocab_size, max_positions=target.max_positions)
     accelerator.print(data.summary())
     if recipe.data.features == "offline":
         refuse_missing(recipe, target, (data.train, data.held_out))
-    if warning := foreign_answers(target, data.train, recipe):
+    if not target.name.startswith("random") and (warning := foreign_answers(target, data.train, recipe)):
         accelerator.print(f"warning: {warning}")
     return data
 
