@@ -16,6 +16,8 @@ from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_lis
 from torch import Tensor, nn
 
 from headstart.data.agreement import agreement
+from headstart.data.feature_cache import refuse_no_cache
+from headstart.data.features import feature_folder
 from headstart.data.packing import RowStore, TokenBatch, collate
 from headstart.data.prepare import Prepared, prepare
 from headstart.decode.selfcheck import check_target
@@ -136,6 +138,7 @@ def open_target(recipe: Recipe, accelerator: Accelerator, replaced: Sequence[str
     """The frozen target, after its self-check; says what --smoke replaced (`replaced`: in the recipe). Where features
     come from a cache, its layers stay on the disk, and whoever wrote the cache has checked it."""
     if recipe.data.features == "offline":
+        refuse_no_cache(feature_folder(recipe))
         return load_recipe_light_target(recipe, device=accelerator.device)
     target, in_target = load_recipe_target(recipe, device=accelerator.device)
     for sentence in [*replaced, *in_target]:
