@@ -61,6 +61,20 @@ class _Place:
     end: int
 
 
+def manifests(folder: Path) -> list[Path]:
+    """Of every process that has written into this cache."""
+    return sorted(folder.glob("manifest-*.json"))
+
+
+def refuse_no_cache(folder: Path) -> None:
+    """DataError if there is no feature cache."""
+    if not manifests(folder):
+        raise DataError(
+            f"There is no feature cache in {folder}; write it with `headstart data features --recipe ... --output "
+            f"{folder}`, or let training fill it (--set data.features=hybrid)."
+        )
+
+
 class FeatureCache:
     """The rows that all manifests of a folder name, read only.
 
@@ -75,11 +89,8 @@ class FeatureCache:
         self._shards: dict[str, Any] = {}
         self._checked: set[bytes] = set()
         self.key = key
-        if not self._manifests() and not self._may_be_new:
-            raise DataError(
-                f"There is no feature cache in {folder}; write it with `headstart data features --recipe ...`, or let "
-                "training fill it (--set data.features=hybrid)."
-            )
+        if not self._may_be_new:
+            refuse_no_cache(self.folder)
         self.refresh()
 
     _may_be_new = False
@@ -109,7 +120,7 @@ class FeatureCache:
 
     def refresh(self) -> None:
         """Takes in what writers have published since this was opened."""
-        for path in self._manifests():
+        for path in manifests(self.folder):
             stat = path.stat()
             state = (stat.st_mtime_ns, stat.st_size)
             if self._seen.get(path.name) == state:
@@ -140,9 +151,6 @@ class FeatureCache:
                 if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
                     raise self._damaged(shard, "its bytes are not those that were written")
             each(shard.rows)
-
-    def _manifests(self) -> list[Path]:
-        return sorted(self.folder.glob("manifest-*.json"))
 
     def _take(self, shard: Shard) -> None:
         """Adds the rows of a shard; those that another has too stay where they were found first.

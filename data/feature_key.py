@@ -75,8 +75,8 @@ def check_key(stored: dict[str, Any], wanted: dict[str, Any], folder: Path) -> N
             mends.append(_MEND[name].format(stored=_typed(before)))
     if faults:
         raise DataError(
-            f"The feature cache {folder} was made with another {'; another '.join(faults)}. {'; '.join(mends)} to use "
-            "it, or name another folder (data.feature_cache, or --output where it is written)."
+            f"The feature cache {folder} was made otherwise: {'; '.join(faults)}. To use it: {'; '.join(mends)}. Or "
+            "name another folder (data.feature_cache, or --output where it is written)."
         )
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from headstart.decode.norms import one_kernel_norms
 from headstart.decode.prepack import LeanLinear, PackedLinear, packed_linears, pass_seconds, plain_linears
 from headstart.decode.swapped import LARGEST_CHANGE, Swapped, put, swap
+from headstart.errors import warn
 from headstart.target import Target
 
 ROWS = (1, 8)
@@ -44,7 +45,7 @@ def _swapped(target: Target, what: str, modules: Mapping[str, nn.Module]) -> set
     change = swap(target, modules)
     if change <= LARGEST_CHANGE[target.dtype]:
         return {what}
-    warnings.warn(f"faster {what} changed the logits by {change:.2g}; decoding uses the plain ones", stacklevel=3)
+    warn(f"faster {what} changed the logits by {change:.2g}; decoding uses the plain ones")
     return set()
 
 
@@ -58,7 +59,7 @@ def _faster_linears(target: Target) -> dict[str, nn.Module]:
         seconds = [pass_seconds(arms, rows, target.dtype) for rows in ROWS] if packed else []
     except (AttributeError, RuntimeError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
-        warnings.warn(f"prepacked linears are not available ({reason}); decoding uses the plain ones", stacklevel=3)
+        warn(f"prepacked linears are not available ({reason}); decoding uses the plain ones")
         return {**lean}
     return {**packed} if sum(arms["packed"] - arms["lean"] for arms in seconds) < 0 else {**lean}
 

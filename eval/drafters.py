@@ -74,12 +74,33 @@ def plan_drafter(name: str, head: Path | None, size: int | str, allow_other_targ
     if folder is None:
         raise RecipeError("drafter 'head' needs to know which; add --head RUN, or write head:RUN")
     shape, number = matched.groups()
+    if number:
+        _check_number(folder, name, shape, int(number))
     plan, forecast, tuned_on = choose_plan(folder, shape, int(number) if number else size)
 
     def make(target: Target) -> Drafter:
         return head_drafter(load_head(folder, target, allow_other_target), target, plan)
 
     return DrafterPlan(name, make, plan.num_nodes, plan, forecast, tuned_on)
+
+
+def _check_number(folder: Path, name: str, shape: str, number: int) -> None:
+    """Refuses a plan that would be another than its name says."""
+    least = 1 if shape in ("chain", "drawn") else 2
+    if number < least:
+        what = "drafts" if least == 1 else "nodes, the root among them"
+        raise RecipeError(f"drafter {name!r} drafts nothing: {number} {what}; give {least} or more, or none")
+    if shape not in ("tree", "dynamic"):
+        return
+    stored = _stored(folder)
+    try:
+        sizes = sorted(map(int, (stored if shape == "tree" else stored.get("dynamic", {})).get("choices", {})))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise _no_file_of_trees(folder, error) from None
+    if shape == "tree" and not sizes:
+        raise HeadError(f"drafter {name!r}: no trees were tuned for {folder}; `headstart tune` makes them")
+    if sizes and number not in sizes:
+        raise HeadError(f"drafter {name!r}: trees were tuned for {', '.join(map(str, sizes))} nodes; take one of these")
 
 
 def choose_plan(folder: Path, shape: str | None, size: int | str) -> tuple[Plan, dict[str, Any], TunedOn]:

@@ -20,6 +20,7 @@ from rich.table import Table as RichTable
 from headstart.data.progress import Progress
 from headstart.decode.decode_copy import in_float32, make_faster
 from headstart.decode.drafters.base import NoDraft
+from headstart.decode.drafters.plans import SampledChain
 from headstart.decode.sampling import SamplingSettings
 from headstart.errors import DataError, refuse_unwritable
 from headstart.eval import identity
@@ -64,6 +65,10 @@ def run(
     folder = Path(output) if output else _default_folder(trained, names, bench)
     folder.mkdir(parents=True, exist_ok=True)  # a place that cannot be written shows before the work, not after it
     refuse_unwritable(folder)
+    if 0 in trained.recipe.eval.temperature:
+        for plan in plans:
+            if isinstance(plan.plan, SampledChain):
+                print(f"note: at temperature 0 {plan.name} draws nothing; it drafts the likeliest tokens")
     report = measure(trained, plans)
     paths = write_report(report, folder)
     show(report, Console())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from headstart.data.rendering import ChatRenderer
 from headstart.decode.selfcheck import check_target
-from headstart.errors import HeadError, RecipeError
+from headstart.errors import HeadError, RecipeError, warn
 from headstart.heads.store import read_description
 from headstart.recipe import ChatSection, Recipe, load_recipe, quoted
 from headstart.recipe_target import load_recipe_target
@@ -70,7 +69,7 @@ def open_trained(
     check_target(loaded)
     notes = _template_notes(recipe, description)
     for note in notes:
-        warnings.warn(note, stacklevel=2)
+        warn(note)
     return Trained(recipe, loaded, ChatRenderer(loaded.tokenizer, recipe.data.chat), run, folder, notes)
 
 

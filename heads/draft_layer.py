@@ -155,6 +155,7 @@ class DraftLayer(nn.Module):
         self.self_attn = DraftAttention(config, dim, reads)
         self.post_attention_layernorm = RMSNorm(dim, config.rms_norm_eps)
         self.mlp = GatedMLP(dim, dimensions(config)[3])
+        self.dropout = config.dropout
 
     def forward(
         self,
@@ -166,8 +167,11 @@ class DraftLayer(nn.Module):
     ) -> Float[Tensor, "lines rows dim"]:
         """rows: flattened positions that are gone on with, as one sequence; the others only have their keys and values
         seen. None: all."""
-        states = pick(residual, rows) + self.self_attn(reading, rotary, attend, rows)
-        return states + self.mlp(self.post_attention_layernorm(states))
+        states = pick(residual, rows) + self._dropped(self.self_attn(reading, rotary, attend, rows))
+        return states + self._dropped(self.mlp(self.post_attention_layernorm(states)))
+
+    def _dropped(self, states: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
+        return functional.dropout(states, self.dropout, self.training)
 
 
 def dimensions(config: UnrolledConfig) -> tuple[int, int, int, int]:

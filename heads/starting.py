@@ -90,8 +90,8 @@ def settings_of_start(config: Config, source: Head) -> Config:
     """
     if not isinstance(source.config, type(config)):
         raise HeadError(
-            f"head.init: {config.init} holds a {source.config.type} head, the recipe asks for {config.type}; name "
-            "a head of the same type"
+            f"head.init: {config.init} holds a head of type {source.config.type}, the recipe asks for {config.type}; "
+            "name a head of the same type"
         )
     names = [name for name in OPEN if name in type(config).model_fields]
     taken = {name: getattr(source.config, name) for name in names if getattr(config, name) is None}

@@ -56,17 +56,37 @@ def build_head(
     With a path in `config.init` it goes on from the head there, whose dimensions it takes where the configuration
     leaves them open. read_foreign: reads the folder of another tool; None: folders of our own only.
     """
-    source = None
-    if isinstance(config, UnrolledConfig):
-        if config.init not in (LAST_LAYER, RANDOM):
-            source = _starting_head(Path(config.init), target, read_foreign)
-            config = settings_of_start(config, source)
-        config = as_used(config, target)
+    config, source = _as_built(config, target, read_foreign)
     head = make_head(config, hidden_size=target.hidden_size, vocab_size=target.vocab_size, vocab=vocab)
     head.initialise(target)
     if source is not None:
         warm_start(head, source)
     return head
+
+
+def refuse_misfit(
+    config: HeadConfig, target: Target, *, read_foreign: Callable[[Path, Target], Head] | None = None
+) -> None:
+    """Raises the HeadError that `build_head` would end in, before anything that takes long."""
+    size = config.draft_vocab_size
+    if size is not None and size > target.vocab_size:
+        raise HeadError(
+            f"head.draft_vocab_size is {size}, {target.name} has {target.vocab_size} tokens; give fewer, or null"
+        )
+    _as_built(config, target, read_foreign)
+
+
+def _as_built(
+    config: HeadConfig, target: Target, read_foreign: Callable[[Path, Target], Head] | None
+) -> tuple[HeadConfig, Head | None]:
+    """The configuration with nothing left open, and the head to go on from, if any."""
+    if not isinstance(config, UnrolledConfig):
+        return config, None
+    source = None
+    if config.init not in (LAST_LAYER, RANDOM):
+        source = _starting_head(Path(config.init), target, read_foreign)
+        config = settings_of_start(config, source)
+    return as_used(config, target), source
 
 
 def _starting_head(path: Path, target: Target, read_foreign: Callable[[Path, Target], Head] | None) -> Head:
@@ -173,6 +193,11 @@ def read_description(folder: str | Path) -> dict[str, Any]:
         ) from None
     except (ValueError, TypeError) as error:
         raise HeadError(f"{path} is no description of a head ({error}); restore it or train again") from None
+    if missing and "architectures" in description:
+        raise HeadError(
+            f"{folder} is a checkpoint for {description['architectures']}, no head of ours; make one of it: "
+            f"headstart import {folder} --target TARGET --output DIR"
+        )
     if missing:
         raise HeadError(f"{path} lacks {missing[0]}; restore it or train again")
     wrong = [key for key in ("head", "target") if not isinstance(description[key], dict)]

@@ -14,7 +14,6 @@ Letters in shapes: batch, seq, dim (hidden size), draft (draft vocabulary).
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +25,7 @@ from torch.nn import functional
 
 from headstart.borrowed import Embedding, OutputHead, SelectedRows
 from headstart.data.packing import TokenBatch
-from headstart.errors import HeadError
+from headstart.errors import HeadError, warn
 from headstart.heads.base import Alignment, Head, HeadOutput
 from headstart.heads.chunked import ChunkedLoss
 from headstart.heads.configs import UnrolledConfig
@@ -103,10 +102,7 @@ class UnrolledHead(Head):
         copies = last_layers(target, [layer for layer in self.layers if isinstance(layer, DraftLayer)])
         if isinstance(copies, list):
             return copies
-        warnings.warn(
-            f"head.init: the layers of this head start at random, not from those of {target.name}: {copies}",
-            stacklevel=2,
-        )
+        warn(f"head.init: the layers of this head start at random, not from those of {target.name}: {copies}")
         return []
 
     @property

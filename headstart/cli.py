@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import headstart
-from headstart.errors import HeadstartError, RecipeError, disk_fault
+from headstart.errors import HeadstartError, RecipeError, disk_fault, show_warnings_plainly
 
 TRAINING_SCRIPTS = {
     "medusa": "headstart.train.medusa",
@@ -37,6 +37,7 @@ _ONE_CPU_PROCESS = "--cpu --num_processes 1 --num_machines 1 --mixed_precision n
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit status: 0, 1 for a failure, 2 for a wrong recipe or command line, 130 for ^C."""
     arguments = build_parser().parse_args(argv)
+    show_warnings_plainly()
     try:
         return arguments.run(arguments) or 0
     except HeadstartError as error:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
+import warnings
+from typing import Any
 
 
 class HeadstartError(Exception):
@@ -35,6 +38,28 @@ class HeadError(HeadstartError):
 
 class TrainingError(HeadstartError):
     """Training that must not go on: a NaN, a lost checkpoint, a run folder that exists."""
+
+
+class HeadstartWarning(UserWarning):
+    """What a user should know though the work goes on; the command line prints it as one sentence."""
+
+
+def warn(sentence: str) -> None:
+    """Says so, through Python's own warnings: once for each place that asked."""
+    warnings.warn(sentence, HeadstartWarning, stacklevel=3)
+
+
+def show_warnings_plainly() -> None:
+    """From now on a HeadstartWarning is its sentence alone on stderr; others look as they always do."""
+    before = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, HeadstartWarning):
+            print(f"warning: {message}", file=sys.stderr, flush=True)
+        else:
+            before(message, category, *where, **more)
+
+    warnings.showwarning = show
 
 
 _DISK_FAULTS = {

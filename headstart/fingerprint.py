@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headstart.borrowed import input_module, output_module, read_weight, weight_of
-from headstart.errors import TargetError
+from headstart.errors import TargetError, warn
 
 if TYPE_CHECKING:
     from headstart.target import Target
@@ -96,7 +95,7 @@ def check_fingerprint(stored: dict[str, Any], target: Target, allow_other_target
     message = f"the head was trained on {trained_on}, and {target.name} differs from it: {rest}"
     if not allow_other_target:
         raise TargetError(f"{message}; give the target it was trained on, or --allow-other-target")
-    warnings.warn(f"{message}; used all the same, as asked", stacklevel=2)
+    warn(f"{message}; used all the same, as asked")
 
 
 def _public_name(name: str) -> str:

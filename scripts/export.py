@@ -16,6 +16,7 @@ from pathlib import Path
 from headstart.errors import HeadError
 from headstart.eval.trained import open_trained
 from headstart.heads.formats import imported_head, read_foreign, with_layers, write_foreign
+from headstart.heads.formats.files import TOKEN_MAP
 from headstart.heads.formats.lint import check
 from headstart.heads.store import load_head, save_head
 from headstart.loading import parse_dtype
@@ -51,6 +52,8 @@ def run_export(
     )
     files = ", ".join(f"{path.name} ({path.stat().st_size:,} bytes)" for path in sorted(folder.iterdir()))
     print(f"{folder}: {files}")
+    if (folder / TOKEN_MAP).is_file():
+        print(f"SGLang drafts from its vocabulary with --speculative-token-map {folder / TOKEN_MAP}; vLLM from all ids")
     if not checked:
         return 0
     report = check(folder, target=trained.target, head=loaded)

@@ -90,7 +90,7 @@ def test_a_reader_needs_a_subset_of_the_layers(tmp_path):
     for layers in ((), (3,), (1, 3), (1, 4)):  # HF[4] is the final state, which is always there
         cache = FeatureCache(tmp_path / "cache", cache_key(tiny.target(), cases.recipe(), layers, None))
         assert set(next(iter(contents(cache).values()))) == {"final", *(f"layer.{k}" for k in layers if k != 4)}
-    with pytest.raises(DataError, match=r"another layers: it holds \[1, 3\], this run reads \[2\]"):
+    with pytest.raises(DataError, match=r"made otherwise: layers: it holds \[1, 3\], this run reads \[2\]"):
         FeatureCache(tmp_path / "cache", cache_key(tiny.target(), cases.recipe(), (2,), None))
 
 
@@ -105,7 +105,7 @@ CHANGES = {
     ),
     "arguments": (tiny.target, ("data.chat.arguments={enable_thinking: false}",), r"data.chat.arguments: it has \{\}"),
     "system": (tiny.target, ("data.chat.system=Be brief.",), "--set 'data.chat.system=null'"),
-    "supervise": (tiny.target, ("data.chat.supervise=last",), "--set data.chat.supervise=all to use it"),
+    "supervise": (tiny.target, ("data.chat.supervise=last",), r"To use it: --set data.chat.supervise=all\."),
     "max_length": (tiny.target, ("data.max_length=16",), "it has 32, this run has 16.*--set data.max_length=32"),
 }  # fmt: skip
 
@@ -124,13 +124,15 @@ def test_a_changed_tokenizer_template_or_storage_is_refused_by_name(tmp_path):
     fill(tmp_path / "cache", cases.random_rows(3))
     target = tiny.target()
     target.tokenizer.chat_template = tiny.CHAT_TEMPLATE.replace("<assistant>", "<bot>")
-    with pytest.raises(DataError, match="made with another chat template: it has '"):
+    with pytest.raises(DataError, match="made otherwise: chat template: it has '"):
         FeatureCache(tmp_path / "cache", cache_key(target, cases.recipe(), LAYERS, None))
     target = tiny.target()
     target.tokenizer.add_tokens(["naïve"])
-    with pytest.raises(DataError, match=r"made with another tokenizer: ids of 'naïve 12345.67', length differ\. "):
+    with pytest.raises(DataError, match=r"made otherwise: tokenizer: ids of 'naïve 12345.67', length differ\. "):
         FeatureCache(tmp_path / "cache", cache_key(target, cases.recipe(), LAYERS, None))
-    with pytest.raises(DataError, match="another dtype: it has 'float32', this run has 'int8'. --dtype float32 to"):
+    with pytest.raises(
+        DataError, match="made otherwise: dtype: it has 'float32', this run has 'int8'. To use it: --dtype float32"
+    ):
         FeatureWriter(tmp_path / "cache", cache_key(tiny.target(), cases.recipe(), LAYERS, "int8"))
 
 

@@ -97,11 +97,11 @@ def test_a_changed_recipe_is_refused_in_one_sentence(folder, capsys):
     assert run("--dtype", "int8") == 0
     capsys.readouterr()
     assert run("--set", "data.max_length=32") == 1
-    assert "made with another data.max_length: it has 64, this run has 32" in capsys.readouterr().err
+    assert "made otherwise: data.max_length: it has 64, this run has 32" in capsys.readouterr().err
     assert run("--dtype", "float32") == 1
-    assert "another dtype: it has 'int8', this run has 'float32'" in capsys.readouterr().err
+    assert "made otherwise: dtype: it has 'int8', this run has 'float32'" in capsys.readouterr().err
     assert run("--layers", "1,3") == 1
-    assert "another layers: it holds [], this run reads [1, 3]" in capsys.readouterr().err
+    assert "made otherwise: layers: it holds [], this run reads [1, 3]" in capsys.readouterr().err
     assert run("--layers", "one") == 2
     assert run("--layers", "1,3", "--output", "other") == 0
     assert opened(folder, "other", (3,)).layers == [1, 3]

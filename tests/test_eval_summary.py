@@ -9,7 +9,7 @@ import pytest
 
 from headstart.decode.drafters.plans import DynamicTree, SampledChain, StaticTree, chain_paths
 from headstart.decode.engine import StepRecord
-from headstart.errors import HeadError, RecipeError
+from headstart.errors import HeadError, HeadstartError, RecipeError
 from headstart.eval.charts import columns, dots, horizontal_bars, stacked_bars
 from headstart.eval.drafters import choose_plan, choose_tree, plan_drafter
 from headstart.eval.gates import gates
@@ -230,6 +230,9 @@ def test_a_plan_is_named_behind_the_head(tmp_path):
     assert plan_drafter("head@chain3", tmp_path, "auto").tree == chain_paths(3)
     assert plan_drafter("head@chain", tmp_path, "auto").tree == chain_paths(4), "as deep as it was trained"
     assert plan_drafter(f"head@drawn2:{tmp_path}", None, "auto").plan == SampledChain(length=2)
+    for name, told in [("head@tree4", "3, 5 nodes"), ("head@dynamic5", "4, 8 nodes"), ("head@tree1", "drafts nothing")]:
+        with pytest.raises(HeadstartError, match=told):
+            plan_drafter(name, tmp_path, "auto")
     del trees["plan"]
     (tmp_path / "trees.json").write_text(json.dumps(trees))
     assert isinstance(plan_drafter("head", tmp_path, "auto").plan, StaticTree)
@@ -247,6 +250,11 @@ def test_without_tuning_there_are_chains_and_plain_dynamic_trees(tmp_path, head,
     for name in ("head@", "head@chian3", "chain3", "head@chain-1", "Head"):
         with pytest.raises(RecipeError, match="is not known; expected none, ngram, head"):
             plan_drafter(name, tmp_path, "auto")
+    for name in ("head@chain0", "head@drawn0", "head@dynamic1"):
+        with pytest.raises(RecipeError, match="drafts nothing"):
+            plan_drafter(name, tmp_path, "auto")
+    with pytest.raises(HeadError, match="no trees were tuned"):
+        plan_drafter("head@tree16", tmp_path, "auto")
 
 
 def test_an_ngram_drafter_stays_within_the_asked_size():

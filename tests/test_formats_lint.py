@@ -71,6 +71,14 @@ PLANTED: list[tuple[str, Any, dict[str, Any], set[str]]] = [
     ("speculators", None, config(architectures=["LlamaForCausalLM"]), {"architecture"}),
     ("sglang", None, config(torch_dtype="float16"), {"stored-dtype"}),
     ("sglang", put(norm__weight=torch.ones(64)), {}, {"stored-dtype"}),
+    (
+        "sglang",
+        put(fc__weight=torch.full((64, 192), torch.nan, dtype=torch.bfloat16)),
+        {},
+        {"finite-values", "draft-logits"},
+    ),
+    ("speculators", None, config(transformer_layer_config__num_attention_heads="four"), {"whole-numbers"}),
+    ("sglang", None, config(num_attention_heads=3), {"head-width", "vllm-loader", "sglang-loader"}),
     ("sglang", None, config(head_dim=GONE), {"head-width", "vllm-loader", "sglang-loader"}),
     ("sglang", None, config(rope_parameters=GONE), {"rope-spellings"}),
     ("sglang", None, config(rope_theta=GONE), {"rope-spellings"}),
@@ -188,7 +196,8 @@ def test_an_export_of_ours_has_no_fault(name, good, target, tmp_path):
 
 def test_every_rule_has_its_planted_fault():
     planted = set().union(*(expected for *_, expected in PLANTED)) | {"weights-file", "draft-width"}
-    names = {rule.__name__.replace("_", "-") for rules in RULES.values() for rule in rules} | {"draft-logits"}
+    names = {rule.__name__.replace("_", "-") for rules in RULES.values() for rule in rules}
+    names |= {"draft-logits", "finite-values", "whole-numbers"}
     assert names == planted
     assert RULES.keys() == READERS.keys()
 

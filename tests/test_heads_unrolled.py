@@ -307,6 +307,30 @@ def test_the_gradient_is_that_of_finite_differences(target, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_dropout_acts_while_training_only(target, kind):
+    """And anew in every step; EAGLE-3 drops features too. Without it, training and evaluation say the same."""
+    batch, plain = packed(), head_for(target, kind=kind, num_layers=2)
+    dropping = head_for(target, kind=kind, num_layers=2, dropout=0.5)
+    dropping.load_state_dict(plain.state_dict())
+    given = features(target, batch, plain.wants)
+
+    def unrolled(head, mode: bool) -> torch.Tensor:
+        head.train(mode)
+        steps = head.unroll(given, batch, target.embedding, STEPS)
+        return torch.stack([step.output for step in steps], dim=2)
+
+    assert torch.equal(unrolled(dropping, False), unrolled(plain, False))
+    torch.manual_seed(0)
+    first, second = unrolled(dropping, True), unrolled(dropping, True)
+    for step in range(STEPS):
+        assert not torch.equal(first[:, :, step], second[:, :, step])
+    if kind == "eagle3":
+        dropping.train()
+        assert not torch.equal(dropping.fuse(given), dropping.fuse(given))
+        assert torch.equal(unrolled(plain, True), unrolled(plain, False))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_only_the_head_learns(target, kind):
     """Every parameter of the head gets a gradient; embedding and output rows are in no list and get none."""
     head = head_for(target, vocab_of(range(200)), kind=kind, num_layers=2, unrolled_steps=2, output="own")

@@ -7,7 +7,7 @@ import json
 import foreign_cases as cases
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_formats_writing import head_of
 
 from headstart import cli
@@ -66,6 +66,38 @@ def test_a_fault_ends_in_status_1_with_its_name(folder, head, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "tie-flag: expected tie_word_embeddings false, got True; SGLang takes the embedding" in said
     assert "1 fault" in said
+
+
+def test_a_checkpoint_that_is_not_finite_is_neither_passed_nor_imported(folder, head, tmp_path, capsys):
+    assert run("export", "--head", head, "--target", folder, "--format", "sglang", "--output", tmp_path / "a") == 0
+    path = tmp_path / "a" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["fc.weight"][3, 4] = torch.nan
+    save_file(tensors, path)
+    assert run("export", "--check", tmp_path / "a", "--target", folder) == 1
+    assert "finite-values: expected finite numbers in fc.weight" in capsys.readouterr().out
+    assert run("import", tmp_path / "a", "--target", folder, "--output", tmp_path / "b") == 1
+    assert "fc.weight holds values that are not finite" in capsys.readouterr().err
+
+
+def test_an_export_is_no_head_and_says_what_makes_one_of_it(folder, head, tmp_path, capsys):
+    assert run("export", "--head", head, "--target", folder, "--format", "sglang", "--output", tmp_path / "a") == 0
+    assert run("tune", "--head", tmp_path / "a", "--target", folder) == 1
+    assert f"headstart import {tmp_path / 'a'}" in capsys.readouterr().err
+
+
+def test_a_layout_without_a_draft_vocabulary_says_what_follows(folder, tmp_path, capsys):
+    target = load_target(str(folder))
+    source = save_head(
+        head_of("eagle", target, ids=cases.DRAFT_IDS), tmp_path / "head", fingerprint=target.fingerprint()
+    )
+    words = ("export", "--head", source, "--target", folder, "--output")
+    assert run(*words, tmp_path / "a", "--format", "sglang") == 0
+    said = capsys.readouterr()
+    assert f"--speculative-token-map {tmp_path / 'a' / 'speculative_token_map.pt'}" in said.out
+    assert run(*words, tmp_path / "b", "--format", "eagle") == 0
+    said = capsys.readouterr().err.splitlines()
+    assert "warning: the eagle layout has no draft vocabulary: all ids will be drafted" in said
 
 
 def test_layers_can_be_said(folder, tmp_path, capsys):

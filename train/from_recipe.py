@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from headstart.errors import show_warnings_plainly
 from headstart.heads.configs import UnrolledConfig
 from headstart.heads.formats import load_foreign
-from headstart.heads.store import build_head
+from headstart.heads.store import build_head, refuse_misfit
 from headstart.train.curriculum import describe_curriculum
 from headstart.train.loop import Training
 from headstart.train.preparation import (
@@ -20,11 +21,13 @@ from headstart.train.preparation import (
     parse_arguments,
     read_recipe,
     run_path,
+    settle_dtypes,
     start_processes,
     take_folder,
     user_errors,
 )
 from headstart.train.random_state import seed_everything
+from headstart.train.run_folder import refuse_other_recipe
 
 
 def train_from_recipe(description: str, arguments: Sequence[str] | None, *head_types: str) -> None:
@@ -34,12 +37,16 @@ def train_from_recipe(description: str, arguments: Sequence[str] | None, *head_t
     Ends the process with one sentence where the user can mend what went wrong.
     """
     options = parse_arguments(description, arguments)
+    show_warnings_plainly()
     with user_errors():
         recipe, replaced = read_recipe(options, *head_types)
         path = run_path(recipe, options)
         accelerator = start_processes(recipe, cpu=options.smoke)
 
+        refuse_other_recipe(path, settle_dtypes(recipe, accelerator.device))
+
         target = open_target(recipe, accelerator, replaced)
+        refuse_misfit(recipe.head, target, read_foreign=load_foreign)
         data = open_data(recipe, target, accelerator)
 
         seed_everything(recipe.seed)

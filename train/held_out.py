@@ -47,9 +47,9 @@ def evaluate(
 
 
 def report(totals: Totals) -> dict[str, Any]:
-    """The numbers of an evaluation, as `metrics.jsonl` has them: `loss` (what training minimises, per label), `labels`
-    scored by the first head, and per head the plain loss and the accuracies top_1 to top_10, null where nothing was
-    scored."""
+    """The numbers of an evaluation, as `metrics.jsonl` has them: `loss` (what training minimises, per label that the
+    first head scored), `labels` of the first head, those outside of the draft vocabulary too, and per head the plain
+    loss and the accuracies top_1 to top_10, null where nothing was scored."""
     accuracies = {f"top_{top}": totals.accuracies(top) for top in range(1, NUM_RANKS + 1)}
     return {
         "loss": totals.mean_loss(),

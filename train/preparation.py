@@ -16,6 +16,8 @@ from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_lis
 from torch import Tensor, nn
 
 from headstart.data.agreement import agreement
+from headstart.data.feature_cache import refuse_no_cache
+from headstart.data.features import feature_folder
 from headstart.data.packing import RowStore, TokenBatch, collate
 from headstart.data.prepare import Prepared, prepare
 from headstart.decode.selfcheck import check_target
@@ -136,6 +138,7 @@ def open_target(recipe: Recipe, accelerator: Accelerator, replaced: Sequence[str
     """The frozen target, after its self-check; says what --smoke replaced (`replaced`: in the recipe). Where features
     come from a cache, its layers stay on the disk, and whoever wrote the cache has checked it."""
     if recipe.data.features == "offline":
+        refuse_no_cache(feature_folder(recipe))
         return load_recipe_light_target(recipe, device=accelerator.device)
     target, in_target = load_recipe_target(recipe, device=accelerator.device)
     for sentence in [*replaced, *in_target]:
@@ -145,12 +148,13 @@ def open_target(recipe: Recipe, accelerator: Accelerator, replaced: Sequence[str
 
 
 def open_data(recipe: Recipe, target: Target, accelerator: Accelerator) -> Prepared:
-    """The rows to train and to look at, with their summary, and a warning where the target did not write them."""
+    """The rows to train and to look at, with their summary, and a warning where the target did not write them (of a
+    target with random weights that goes without saying)."""
     data = prepare(recipe, target.tokenizer, vocab_size=target.vocab_size, max_positions=target.max_positions)
     accelerator.print(data.summary())
     if recipe.data.features == "offline":
         refuse_missing(recipe, target, (data.train, data.held_out))
-    if warning := foreign_answers(target, data.train, recipe):
+    if not target.name.startswith("random") and (warning := foreign_answers(target, data.train, recipe)):
         accelerator.print(f"warning: {warning}")
     return data
 

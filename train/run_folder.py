@@ -85,6 +85,12 @@ def refuse_existing(path: Path, resume: bool) -> bool:
     return exists
 
 
+def refuse_other_recipe(path: Path, recipe: Recipe) -> None:
+    """TrainingError, naming what changed, if a run is there that was started with another recipe."""
+    if (path / "recipe.yaml").exists():
+        _continued(recipe, load_recipe(path / "recipe.yaml"), path)
+
+
 def with_steps(run: RunFolder, recipe: Recipe, max_steps: int, *, write: bool) -> Recipe:
     """The recipe with the number of steps that `train.cpu_seconds` was turned into, kept in the run folder."""
     recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"max_steps": max_steps})})

@@ -78,8 +78,9 @@ class Totals:
         return Totals(*(part.reshape(value.shape) for part, value in zip(parts, values, strict=True)))
 
     def mean_loss(self) -> float:
-        """The loss per label of the first depth; 0 where nothing was scored."""
-        return float(self.loss_sum / self.token_count.clamp(min=1))
+        """The loss per scored label of the first depth; 0 where nothing was scored. Labels outside of the draft
+        vocabulary are not scored, so that held-out text can be compared with what was trained on."""
+        return float(self.loss_sum / self.scored[0].clamp(min=1))
 
     def losses(self) -> list[float | None]:
         """The unweighted loss per scored label, per depth; None where none was scored."""

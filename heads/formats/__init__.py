@@ -10,14 +10,13 @@ flags without a tensor, rotary parameters.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from headstart.errors import HeadError
+from headstart.errors import HeadError, warn
 from headstart.heads.base import Head
 from headstart.heads.formats import eagle, eagle3, medusa, speculators, vllm_medusa
 from headstart.heads.formats.exported import Exported, Source, check_state
@@ -106,6 +105,7 @@ def read_foreign(folder: str | Path) -> Foreign:
         layout = recognise(checkpoint.tensors)
     except HeadError as error:
         raise HeadError(f"{checkpoint.folder}: {error}") from None
+    check_state(checkpoint.tensors, str(checkpoint.folder), "take a checkpoint from before that")
     return READERS[layout](checkpoint)
 
 
@@ -138,5 +138,5 @@ def write_foreign(
     exported = writers[kind](Source(head, target, dtype, target_name, num_tokens))
     check_state(exported.tensors, str(folder))
     if head.vocab is not None and exported.token_map is None and not {"d2t", "token_map"} & exported.tensors.keys():
-        warnings.warn(f"the {format_name} layout has no draft vocabulary: all ids will be drafted", stacklevel=2)
+        warn(f"the {format_name} layout has no draft vocabulary: all ids will be drafted")
     return write_checkpoint(folder, exported.config, exported.tensors, exported.weights, exported.token_map)

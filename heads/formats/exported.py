@@ -124,9 +124,9 @@ def refuse_scaled_embedding(target: Target) -> None:
         )
 
 
-def check_state(state: Mapping[str, Tensor], what: str) -> None:
-    """No tensor of size zero or with a NaN is written."""
+def check_state(state: Mapping[str, Tensor], what: str, remedy: str = "export the last good checkpoint") -> None:
+    """No tensor of size zero or with a NaN is written, or read."""
     for name, tensor in state.items():
         if tensor.numel() == 0 or (tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())):
             fault = "is empty" if tensor.numel() == 0 else "holds values that are not finite"
-            raise HeadError(f"{what}: {name} {fault}; export the last good checkpoint")
+            raise HeadError(f"{what}: {name} {fault}; {remedy}")

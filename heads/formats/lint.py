@@ -38,6 +38,7 @@ _EAGLE3 = (
 )
 _COMMON = (rules.weights_file, rules.stored_dtype, rules.architecture)
 _MEDUSA = (rules_medusa.counts, rules_medusa.needed_keys)
+_ALL = (rules.finite_values, rules.whole_numbers)
 
 RULES: dict[str, tuple[Callable[[Subject], Iterable[Fault]], ...]] = {
     "medusa": (rules.stored_dtype, *_MEDUSA, rules_medusa.renamed_keys, rules_loading.medusa_loader),
@@ -108,7 +109,7 @@ def check(folder: str | Path, *, target: Target | None = None, head: Head | None
         return Report(checkpoint.folder, None, ["layout"], [fault])
     report = Report(checkpoint.folder, layout)
     subject = Subject(checkpoint, layout, target, head)
-    for rule in (*RULES[layout], rules_loading.draft_logits):
+    for rule in (*_ALL, *RULES[layout], rules_loading.draft_logits):
         name = rule.__name__.replace("_", "-")
         report.rules.append(name)
         report.faults += [fault.named(name) for fault in rule(subject)]

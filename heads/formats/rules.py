@@ -17,6 +17,17 @@ from headstart.heads.formats.foreign import Checkpoint, equal_rounded
 from headstart.heads.formats.rope import CACHE_ONLY, read_rope
 from headstart.target import Target
 
+SIZES = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "vocab_size",
+)
+"""Keys of a configuration that are whole numbers, where they are there."""
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -127,14 +138,36 @@ def stored_dtype(subject: Subject) -> Iterator[Fault]:
         )
 
 
+def finite_values(subject: Subject) -> Iterator[Fault]:
+    """A NaN in one weight makes every draft the same token, and nothing says so."""
+    for name, tensor in subject.tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            yield fault(f"finite numbers in {name}", "others", "no draft is ever accepted", subject.again)
+
+
+def whole_numbers(subject: Subject) -> Iterator[Fault]:
+    for name in SIZES:
+        value = subject.layer_config.get(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            yield fault(f"a whole number as {name}", repr(value), "loading stops", subject.again)
+
+
 def head_width(subject: Subject) -> Iterator[Fault]:
     """Not every model's attention heads are hidden_size / num_attention_heads wide."""
     config = subject.layer_config
     query = subject.tensors.get(f"{subject.first_layer}self_attn.q_proj.weight")
     heads, said = config.get("num_attention_heads"), config.get("head_dim")
-    if query is None or not isinstance(heads, int):
+    if query is None or not isinstance(heads, int) or not isinstance(said, int | None):
         return
-    if said is None or said * heads != query.shape[0]:
+    rows = query.shape[0]
+    if said and rows != said * heads and rows % heads and not rows % said:
+        yield fault(
+            f"num_attention_heads {rows // said} (q_proj has {rows} rows for heads of {said})",
+            heads,
+            "loading stops, or the heads are cut in the wrong places",
+            subject.set(num_attention_heads=rows // said),
+        )
+    elif said is None or said * heads != rows:
         yield fault(
             f"head_dim {query.shape[0] // heads} (q_proj has {query.shape[0]} rows for {heads} heads)",
             said,

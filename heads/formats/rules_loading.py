@@ -16,7 +16,7 @@ from headstart.heads.formats.eagle import with_scales
 from headstart.heads.formats.exported import Source
 from headstart.heads.formats.medusa import full_state
 from headstart.heads.formats.medusa_twin import MedusaTwin
-from headstart.heads.formats.rules import Fault, Subject, fault
+from headstart.heads.formats.rules import Fault, Subject, fault, whole_numbers
 from headstart.heads.formats.twins import Eagle3Twin, EagleTwin, Engine
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.unrolled import UnrolledHead
@@ -74,7 +74,9 @@ def draft_logits(subject: Subject) -> Iterator[Fault]:
 
 
 def engines(subject: Subject) -> tuple[Engine, ...]:
-    """Which engines read the layout as it stands."""
+    """Which engines read the layout as it stands; none where sizes are no numbers."""
+    if any(whole_numbers(subject)):
+        return ()
     if subject.layout == "eagle":
         return ("sglang",) if subject.config.get("architectures") == ["LlamaForCausalLMEagle"] else ("vllm",)
     if subject.layout == "eagle3" or (subject.layout == "speculators" and not subject.is_speculators):
@@ -140,16 +142,16 @@ def largest_difference(twin: Twin, head: Head, rows: Float[Tensor, "*heads draft
     final = draw()
     ours = head.fuse(Features(final, taps))
     theirs = twin.fuse(taps) if isinstance(twin, Eagle3Twin) else final
-    difference = 0.0
+    differences = []
     for step in range(2):
         embeds = draw()
         stepped = head.step(embeds, ours, positions + step, _causal)
         logits, theirs = twin.step(embeds, theirs, positions + step)
         if isinstance(twin, EagleTwin) and head.draft_ids is not None:  # served over all ids
             logits = logits[..., head.draft_ids]
-        difference = max(difference, _distance(logits, stepped.output @ rows.mT))
+        differences.append(_distance(logits, stepped.output @ rows.mT))
         ours = stepped.carried
-    return difference
+    return float(torch.tensor(differences).max())  # a NaN is the largest, which to Python's max it is not
 
 
 def _distance(theirs: Tensor, ours: Tensor) -> float:
