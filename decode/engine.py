@@ -252,8 +252,8 @@ class Engine:
         features = self._forward(tree.tokens, *tree_mask(tree.topology, lengths, cache.key_length(tree.num_nodes)))
         logits = self.target.output.logits(features.final)
         settings = [request.settings for request in rows.requests]
-        uniforms, trials = self._next_uniforms(tree), self._next_trials(tree)
-        verdicts = verify(tree, logits, settings, uniforms, trials, self._texts())
+        numbers = self._next_uniforms(tree), *self._next_trials(tree)
+        verdicts = verify(tree, logits, settings, *numbers, texts=self._texts())
         verified = self._now()
 
         context = list(cache.lengths)
@@ -328,16 +328,16 @@ class Engine:
             return []
         return [Text(ids, one) for ids, one in zip(self.rows.ids, self._processors, strict=True)]
 
-    def _next_trials(self, tree: TokenTree) -> Float[Tensor, "batch levels"] | None:
+    def _next_trials(self, tree: TokenTree) -> list[Float[Tensor, "batch levels"]]:
         """For drawn trees, one more number for each draft, from the row's second stream: does it stay? Else nothing."""
         if tree.drawn is None:
-            return None
+            return []
         depths = (tree.topology.depth * tree.topology.valid).amax(1).tolist()
         trials = torch.zeros(len(depths), max(max(depths), 1), dtype=torch.float64)
         for row, depth in enumerate(depths):
             if tree.drawn.sampled[row]:
                 trials[row, :depth] = torch.from_numpy(self.rows.streams[row].random(depth))
-        return trials.to(self.rows.device)
+        return [trials.to(self.rows.device)]
 
     def _end(
         self, row: int, verdict: Verified

@@ -30,7 +30,7 @@ from headstart.decode.sampling import SamplingSettings
 
 
 class CountPenalty(LogitsProcessor):
-    """Takes `frequency` times its count in the answer so far, and `presence` if it is there at all, off a token's logit.
+    """Takes `frequency` times its count in the answer, and `presence` if it is there at all, off a token's logit.
 
     The penalties of OpenAI's interface and of the serving engines; transformers has none of them.
     """

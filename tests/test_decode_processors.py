@@ -123,7 +123,7 @@ def decode(drafter: Any, settings: SamplingSettings, batch_size: int = 3, **more
         Request(prompt_ids=prompt, max_new_tokens=NEW_TOKENS, settings=settings, request_id=number, **more)
         for number, prompt in enumerate(prompts())
     ]
-    target().end_token_ids = frozenset([END])
+    target().end_token_ids = (END,)
     done = Engine(target(), drafter, batch_size=batch_size).generate(requests)
     return [one.token_ids for one in sorted(done, key=lambda one: one.request.request_id)]
 
@@ -146,7 +146,7 @@ def test_rows_of_one_batch_keep_their_own_settings():
         )
         for number, (prompt, name) in enumerate(zip(prompts(), names, strict=True))
     ]
-    target().end_token_ids = frozenset([END])
+    target().end_token_ids = (END,)
     for done in Engine(target(), NgramDrafter(), batch_size=len(names)).generate(requests):
         number = done.request.request_id
         assert done.token_ids == answers(names[number])[number]
@@ -155,7 +155,7 @@ def test_rows_of_one_batch_keep_their_own_settings():
 def test_an_answer_is_at_least_so_long_and_ends_as_it_is_told():
     """End tokens are what the plain answers write early, so that a least length matters."""
     ends = frequent()[:3]
-    target().end_token_ids = frozenset(ends)
+    target().end_token_ids = tuple(sorted(ends))
     early = stubs.plain_answers(model(), prompts(), NEW_TOKENS, end_token_ids=ends)
     late = stubs.plain_answers(model(), prompts(), NEW_TOKENS, end_token_ids=ends, min_new_tokens=12)
     forced = stubs.plain_answers(model(), prompts(), 6, end_token_ids=[END], forced_eos_token_id=END)
@@ -167,7 +167,7 @@ def test_an_answer_is_at_least_so_long_and_ends_as_it_is_told():
             (SamplingSettings(min_new_tokens=12), NEW_TOKENS, ends, late),
             (SamplingSettings(force_end=True), 6, [END], forced),
         ]:
-            target().end_token_ids = frozenset(end)
+            target().end_token_ids = tuple(end)
             requests = [
                 Request(prompt_ids=prompt, max_new_tokens=new_tokens, settings=settings, request_id=number)
                 for number, prompt in enumerate(prompts())
