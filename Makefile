@@ -38,7 +38,8 @@ bench-smollm2: setup
 
 # Medusa, EAGLE-1 and EAGLE-3 on equal data, 1200 CPU seconds and three seeds each: about four hours of two cores.
 bench-heads: setup
-	$(PY) -m headstart.eval.bench_heads --output runs/heads
+	$(PY) -m headstart.eval.bench_heads --output runs/heads --jobs 2 \
+		--set 'data.train=[{source: "bundled:chats", split: train}]'
 
 bench-train: setup
 	OMP_NUM_THREADS=1 $(PY) -m headstart.eval.bench_train --output runs/train_speed.json

@@ -3,7 +3,9 @@
     python -m headstart.eval.bench_heads --output runs/heads
     python -m headstart.eval.bench_heads --recipes mine.yaml,smollm2-eagle3.yaml --seeds 0,1,2 --output runs/mine
 
-Every recipe is trained once per seed (a seed changes weights, order and noise) and tuned. Then, for two populations of
+The target's states of the data, which must be one and the same in all recipes, are computed once for all heads and are
+no part of their training time. Every recipe is trained once per seed (a seed changes weights, order and noise) and
+tuned. Then, for two populations of
 prompts, topics that training never saw of kinds that it did, and kinds that it never saw:
 
 - τ along the target's own answers, of a chain of 3 and of static trees of 8, 16 and 32 nodes (root included), which is
@@ -46,9 +48,9 @@ from headstart.eval.intervals import bootstrap, ratio_interval, speedup_interval
 from headstart.eval.prompts import choose, load_questions
 from headstart.eval.timing import PLAIN, Answer, Contender, time_arms
 from headstart.eval.trained import Trained, open_trained
-from headstart.heads.configs import MedusaConfig
+from headstart.heads.configs import Eagle3Config, MedusaConfig
 from headstart.heads.store import load_head
-from headstart.recipe import load_recipe, override
+from headstart.recipe import Recipe, load_recipe, override, quoted
 from headstart.train.atomic_folder import write_text
 from headstart.train.forecasting import tree_depth
 from headstart.train.run_folder import environment
@@ -57,6 +59,8 @@ TOPICS, KINDS = "held_out_topics", "held_out_kinds"
 CHAIN, SIZES = 3, (8, 16, 32)
 ARMS = {"tuned": "head", f"chain {CHAIN}": f"head@chain{CHAIN}"}
 """How each head drafts while speed is measured, as `--drafters` names it."""
+DONE = "complete"
+"""Beside the states: all of them are there."""
 AT_A_TIME = 4
 """Prompts that are decoded between two savings."""
 
@@ -65,6 +69,33 @@ Counts = Sequence[Sequence[Number]]
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
+
+
+def write_features(recipes: Sequence[Recipe], recipe: str, folder: Path, settings: Sequence[str]) -> None:
+    """Computes the states that any of the recipes' heads reads; `recipe` names one of them, which has the same data."""
+    layers: set[int] = set()
+    for one in recipes:
+        if isinstance(one.head, Eagle3Config):
+            if one.head.layers is None:
+                raise RecipeError(f"{one.name}: head.layers is null; name them, the states are computed beforehand")
+            layers |= set(one.head.layers)
+    words = ["data", "features", "--recipe", recipe, "--output", str(folder)]
+    words += ["--layers", ",".join(map(str, sorted(layers)))] if layers else []
+    _headstart(folder, *words, *(word for setting in settings for word in ("--set", setting)))
+
+
+def refuse_other_data(recipes: Sequence[Recipe]) -> None:
+    """RecipeError where two recipes learn from other data, or from another target."""
+    first, *others = recipes
+    for other in others:
+        for section in ("target", "data"):
+            ours, theirs = (getattr(one, section).model_dump() for one in (first, other))
+            differing = [key for key in ours if ours[key] != theirs[key] and key not in ("features", "feature_cache")]
+            if differing:
+                raise RecipeError(
+                    f"{first.name} and {other.name} differ in {section}.{differing[0]}; heads are compared on equal "
+                    f"data: --set {section}.{differing[0]}=..."
+                )
 
 
 def train_all(runs: Sequence[tuple[str, int, Path]], settings: Sequence[str], jobs: int) -> None:
@@ -337,13 +368,19 @@ def run(
     names = {one.name: recipe for one, recipe in zip(loaded, recipes, strict=True)}
     if len(names) < len(recipes):
         raise RecipeError("two of the recipes have one name; give one of them another")
+    refuse_other_data(loaded)
     for one in loaded:
         if isinstance(one.head, MedusaConfig) and one.head.num_heads < CHAIN:
             raise RecipeError(f"{one.name}: head.num_heads is {one.head.num_heads}; chains of {CHAIN} are compared")
     runs = {name: [folder / f"{name}-seed{seed}" for seed in seeds] for name in names}
     # seed by seed, so that what was done when it is stopped has all recipes
     order = [(names[name], seed, runs[name][place]) for place, seed in enumerate(seeds) for name in names]
-    train_all(order, settings, jobs)
+    cache = folder / "features"
+    if not (cache / DONE).is_file():
+        write_features(loaded, recipes[0], cache, settings)
+        write_text(cache / DONE, "")
+    offline = ["data.features=offline", f"data.feature_cache={quoted(str(cache))}"]
+    train_all(order, [*settings, *offline], jobs)
     for *_, one in order:
         tune(one)
     found = {name: [_stored(folder / f"{one.name}.json", one) for one in each] for name, each in runs.items()}

@@ -82,6 +82,16 @@ def test_heads_too_short_for_the_chain_are_refused_before_hours_of_training(tmp_
     assert "head.num_heads" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("change", "told"), [("data.max_length=99", "data.max_length"), ("target.dtype=float32", "target.dtype")]
+)
+def test_heads_on_other_data_are_not_compared(change, told, tmp_path, capsys):
+    (tmp_path / "other.yaml").write_text(load_recipe("smollm2-eagle3.yaml", [change]).to_yaml())
+    words = ["--recipes", f"smollm2-eagle.yaml,{tmp_path / 'other.yaml'}", "--output", str(tmp_path / "out")]
+    assert bench_heads.main(words) != 0
+    assert told in capsys.readouterr().err and not list((tmp_path / "out").iterdir())
+
+
 @pytest.mark.slow
 def test_two_recipes_from_training_to_tables_and_nothing_twice(tmp_path, capsys):
     place, train = tiny.save(tmp_path / "target", "llama"), '[{source: "bundled:chats", split: train, limit: 8}]'
@@ -93,7 +103,7 @@ def test_two_recipes_from_training_to_tables_and_nothing_twice(tmp_path, capsys)
     recipes = ",".join(str(tmp_path / f"{name}.yaml") for name in own)
     words = ["--recipes", recipes, "--seeds", "0", "--questions", "1", "--jobs", "2", "--output", str(tmp_path / "out")]
     assert bench_heads.main(words) == 0
-    assert capsys.readouterr().out.count("$ headstart") == 4, "two heads, trained and tuned"
+    assert capsys.readouterr().out.count("$ headstart") == 5, "states once; two heads, trained and tuned"
     report = json.loads((tmp_path / "out/heads.json").read_text())
     for population in (TOPICS, KINDS):
         acceptance, speed = report["acceptance"][population], report["speed"][population]

@@ -480,7 +480,7 @@ def test_a_head_that_means_something_else_is_no_start(target, tmp_path):
     ]:
         with pytest.raises(HeadError, match=message):
             build_head(Eagle3Config(init=str(folder), **settings), target)
-    with pytest.raises(HeadError, match="holds a eagle3 head, the recipe asks for eagle"):
+    with pytest.raises(HeadError, match="holds a head of type eagle3, the recipe asks for eagle"):
         build_head(EagleConfig(init=str(folder)), target)
     with pytest.raises(HeadError, match=re.escape(f"head.init is {tmp_path / 'none'}, which holds no trained head")):
         build_head(EagleConfig(init=str(tmp_path / "none")), target)
