@@ -92,7 +92,7 @@ def _check_number(folder: Path, name: str, shape: str, number: int) -> None:
         raise RecipeError(f"drafter {name!r} drafts nothing: {number} {what}; give {least} or more, or none")
     if shape not in ("tree", "dynamic"):
         return
-    stored = _stored(folder)
+    stored = read_trees(folder)
     try:
         sizes = sorted(map(int, (stored if shape == "tree" else stored.get("dynamic", {})).get("choices", {})))
     except (ValueError, TypeError, AttributeError) as error:

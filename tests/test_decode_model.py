@@ -91,7 +91,8 @@ def half_right() -> Target:
     copy = tiny.target("llama", dtype=torch.float64)
     generator = torch.Generator().manual_seed(0)
     for parameter in copy.model.parameters():
-        parameter.data += 0.03 * parameter.std() * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.data += 0.03 * parameter.std() * noise
     return copy
 
 
