@@ -17,10 +17,12 @@ from typing import Literal
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformers import LogitsProcessorList
 
 from headstart.decode.attention import IMPLEMENTATION, prefill_mask, tree_mask
 from headstart.decode.cache import KVCache
 from headstart.decode.drafters.base import Committed, Drafter, Request, Rows, take
+from headstart.decode.processors import Text, text_processors
 from headstart.decode.tree import TokenTree
 from headstart.decode.verify import Verified, verify
 from headstart.errors import HeadstartError
@@ -99,6 +101,8 @@ class Engine:
         """Per row: the number of tokens, prompt included, at which it ends."""
         self._uniforms: list[list[float]] = []
         """Per row: its random numbers, one for each new token that it may have; none for a greedy row."""
+        self._processors: list[LogitsProcessorList] = []
+        """Per row: what changes its logits by its text; mostly empty."""
         self.mask_bytes = 0
         """Size of the largest attention mask so far."""
 
@@ -175,6 +179,14 @@ class Engine:
             count = 0 if request.settings.greedy else limit - len(request.prompt_ids)
             self._uniforms.append(request.settings.uniforms(count).tolist())
             self.rows.streams.append(request.settings.draft_stream())
+            self._processors.append(
+                text_processors(
+                    request.settings,
+                    prompt_length=len(request.prompt_ids),
+                    max_new_tokens=request.max_new_tokens,
+                    end_token_ids=sorted(self.target.end_token_ids),
+                )
+            )
         room = max(self._limits) + _padded_width(self.budget)
         self.cache.grow(min(self.batch_size, max(len(self.rows), self.cache.slots)), room)
         self.cache.join(len(requests))
@@ -213,6 +225,7 @@ class Engine:
         self._done = [self._done[row] for row in keep]
         self._limits = [self._limits[row] for row in keep]
         self._uniforms = [self._uniforms[row] for row in keep]
+        self._processors = [self._processors[row] for row in keep]
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -239,7 +252,8 @@ class Engine:
         features = self._forward(tree.tokens, *tree_mask(tree.topology, lengths, cache.key_length(tree.num_nodes)))
         logits = self.target.output.logits(features.final)
         settings = [request.settings for request in rows.requests]
-        verdicts = verify(tree, logits, settings, self._next_uniforms(tree), *self._next_trials(tree))
+        numbers = self._next_uniforms(tree), *self._next_trials(tree)
+        verdicts = verify(tree, logits, settings, *numbers, texts=self._texts())
         verified = self._now()
 
         context = list(cache.lengths)
@@ -307,6 +321,12 @@ class Engine:
             part = stream[start : start + levels]
             numbers.append(part + [0.0] * (levels - len(part)))
         return torch.tensor(numbers, dtype=torch.float64, device=self.rows.device)
+
+    def _texts(self) -> list[Text]:
+        """The rows' texts, where any row has processors; else nothing."""
+        if not any(map(len, self._processors)):
+            return []
+        return [Text(ids, one) for ids, one in zip(self.rows.ids, self._processors, strict=True)]
 
     def _next_trials(self, tree: TokenTree) -> list[Float[Tensor, "batch levels"]]:
         """For drawn trees, one more number for each draft, from the row's second stream: does it stay? Else nothing."""

@@ -18,7 +18,13 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+)
 from transformers import TopPLogitsWarper as NucleusLogitsWarper
 
 from headstart.errors import HeadstartError
@@ -38,6 +44,24 @@ class SamplingSettings:
     """Only tokens at least this fraction as likely as the likeliest; 0 is off."""
     seed: int = 0
     """Seed of this row's own stream of random numbers."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of tokens that prompt or answer hold, multiplies the negative ones; 1 is off."""
+    frequency_penalty: float = 0.0
+    """Taken off a token's logit for each time that the answer holds it."""
+    presence_penalty: float = 0.0
+    """Taken off a token's logit if the answer holds it."""
+    no_repeat_ngram_size: int = 0
+    """No n-gram of this size occurs twice in prompt and answer; 0 is off."""
+    min_new_tokens: int = 0
+    """No end token before so many tokens."""
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that the answer may not hold."""
+    suppress_tokens: tuple[int, ...] = ()
+    """Tokens that the answer may not hold."""
+    force_end: bool = False
+    """An answer that reaches its length limit ends with the end token."""
+    processors: tuple[LogitsProcessor, ...] = ()
+    """Any further ones of transformers, or of one's own: functions of text and logits that remember nothing."""
 
     def __post_init__(self) -> None:
         for name, value, good, expected in [
@@ -46,6 +70,12 @@ class SamplingSettings:
             ("top_p", self.top_p, 0 < self.top_p <= 1, "a number above 0, at most 1"),
             ("min_p", self.min_p, 0 <= self.min_p <= 1, "a number from 0 to 1"),
             ("seed", self.seed, 0 <= self.seed < 2**63, "a whole number from 0 to 2^63 - 1"),
+            ("repetition_penalty", self.repetition_penalty, 0 < self.repetition_penalty < math.inf, "a number above 0"),
+            ("frequency_penalty", self.frequency_penalty, math.isfinite(self.frequency_penalty), "a number"),
+            ("presence_penalty", self.presence_penalty, math.isfinite(self.presence_penalty), "a number"),
+            ("no_repeat_ngram_size", self.no_repeat_ngram_size, self.no_repeat_ngram_size >= 0, "a number from 0 on"),
+            ("min_new_tokens", self.min_new_tokens, self.min_new_tokens >= 0, "a whole number from 0 on"),
+            ("bad_words_ids", self.bad_words_ids, all(map(len, self.bad_words_ids)), "no empty sequence of tokens"),
         ]:
             if not good:
                 raise HeadstartError(f"sampling setting {name}={value} is out of range; give {expected}")

@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from headstart.decode.processors import Text
 from headstart.decode.sampling import SamplingSettings, choose, draw, group_by_distribution, probabilities
 from headstart.decode.tree import DrawnFrom, TokenTree
 
@@ -46,31 +47,39 @@ def verify(
     settings: Sequence[SamplingSettings],
     uniforms: Float[Tensor, "batch levels"],
     trials: Float[Tensor, "batch drafts"] | None = None,
+    texts: Sequence[Text] = (),
 ) -> list[Verified]:
-    """Walks every row's tree from the root; `uniforms[b, d]` serves the node visited at depth d.
+    """Walks every row's tree from the root; `uniforms[b, d]` serves the node visited at depth d (none: all are greedy).
 
-    trials: for drawn chains, the number by which the draft at depth d + 1 stays or not.
+    trials: for drawn chains, the number by which the draft at depth d + 1 stays or not. texts: each row's text, where
+    any of them has processors, which are applied at the visited nodes alone.
     """
     batch, _ = tree.tokens.shape
     tokens, parents, valid = tree.tokens.tolist(), tree.topology.parents.tolist(), tree.topology.valid.tolist()
     children = [_children(*row) for row in zip(tokens, parents, valid, strict=True)]
-    if all(setting.greedy for setting in settings):
+    greedy = all(setting.greedy for setting in settings)
+    if greedy and not texts:
         picks = logits.argmax(-1).tolist()
         return [_walk(children[row], lambda node, row=row: picks[row][node]) for row in range(batch)]
     paths: list[list[int]] = [[0] for _ in range(batch)]
     emitted: list[list[int]] = [[] for _ in range(batch)]
     going = list(range(batch))
+    if greedy:
+        uniforms = torch.zeros(batch, tree.topology.max_depth + 1, dtype=torch.float64, device=logits.device)
     for level in range(uniforms.shape[1]):
         nodes = [paths[row][-1] for row in going]
         at = torch.tensor(going, device=logits.device), torch.tensor(nodes, device=logits.device)
-        chosen = [settings[row] for row in going]
+        chosen, seen = [settings[row] for row in going], logits[at]
+        if texts:
+            after = zip(going, seen, strict=True)
+            seen = torch.stack([texts[row].process(one, emitted[row]).to(torch.float64) for row, one in after])
         if tree.drawn is None:
-            written = choose(logits[at], chosen, uniforms[at[0], level]).tolist()
+            written = choose(seen, chosen, uniforms[at[0], level]).tolist()
         else:
             assert trials is not None
             drafts = Drafts.at(tree, tree.drawn, going, level)
             trial = trials[at[0], min(level, trials.shape[1] - 1)]
-            written = choose_or_keep(logits[at], chosen, drafts, trial, uniforms[at[0], level]).tolist()
+            written = choose_or_keep(seen, chosen, drafts, trial, uniforms[at[0], level]).tolist()
         still = []
         for row, token in zip(going, written, strict=True):
             emitted[row].append(token)

@@ -92,7 +92,7 @@ def _check_number(folder: Path, name: str, shape: str, number: int) -> None:
         raise RecipeError(f"drafter {name!r} drafts nothing: {number} {what}; give {least} or more, or none")
     if shape not in ("tree", "dynamic"):
         return
-    stored = _stored(folder)
+    stored = read_trees(folder)
     try:
         sizes = sorted(map(int, (stored if shape == "tree" else stored.get("dynamic", {})).get("choices", {})))
     except (ValueError, TypeError, AttributeError) as error:
@@ -113,7 +113,7 @@ def choose_plan(folder: Path, shape: str | None, size: int | str) -> tuple[Plan,
         length = trained_depth(folder) if size == "auto" else int(size)
         return (SampledChain(length=length) if shape == "drawn" else StaticTree(paths=chain_paths(length))), {}, None
     if shape is None and size == "auto":
-        shape = _stored(folder).get("plan", "tree")
+        shape = read_trees(folder).get("plan", "tree")
     if shape == "dynamic":
         return choose_dynamic(folder, size)
     paths, forecast, tuned_on = choose_tree(folder, size)
@@ -126,7 +126,7 @@ def choose_tree(folder: Path, size: int | str) -> tuple[list[TreePath], dict[str
 
     Of a size that was not tuned, the next smaller one. Raises HeadError where the file cannot be used.
     """
-    stored = _stored(folder)
+    stored = read_trees(folder)
     if not stored:
         depth = trained_depth(folder)
         return chain_paths(depth if size == "auto" else min(depth, int(size) - 1)), {}, None
@@ -139,7 +139,7 @@ def choose_tree(folder: Path, size: int | str) -> tuple[list[TreePath], dict[str
 
 def choose_dynamic(folder: Path, size: int | str) -> tuple[DynamicTree, dict[str, Any], TunedOn]:
     """The same for dynamic trees: depth and width as tuned for this size, or as good as any where none was tuned."""
-    stored = _stored(folder)
+    stored = read_trees(folder)
     if "dynamic" not in stored:
         nodes = 2 * UNTUNED_WIDTH if size == "auto" else int(size)
         depth = max(1, min(UNTUNED_DEPTH, nodes - 1))
@@ -161,7 +161,7 @@ def trained_depth(folder: Path) -> int:
     return max(config.most_unrolled_steps, UNTUNED_CHAIN)
 
 
-def _stored(folder: Path) -> dict[str, Any]:
+def read_trees(folder: Path) -> dict[str, Any]:
     """What tuning wrote beside the head; empty where it did not."""
     path = folder / TREES
     if not path.is_file():

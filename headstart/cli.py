@@ -13,8 +13,9 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import headstart
 from headstart.errors import HeadstartError, RecipeError, disk_fault, show_warnings_plainly
@@ -111,6 +112,17 @@ def build_parser() -> argparse.ArgumentParser:
     _add_other_target(verb)
     _add_set(verb, "eval.num_prompts=3")
     _add_device(verb)
+
+    verb = _verb(verbs, "theory", _theory, "what speedup follows from acceptance, draft length and costs")
+    verb.add_argument(
+        "--alpha", type=float, metavar="A", help="chance that a draft is accepted once all before it were"
+    )
+    verb.add_argument("--rates", metavar="A,B,..", help="the same by depth")
+    verb.add_argument("--k", type=_positive, default=5, metavar="K", help="drafts per step (%(default)s)")
+    verb.add_argument("--cost", type=float, default=0.05, metavar="C", help="of a draft, in plain steps (%(default)s)")
+    verb.add_argument("--tree", metavar="N,M,..", help="children of every node, level by level")
+    verb.add_argument("--head", metavar="RUN", help="take the costs that `headstart tune` measured for it instead")
+    verb.add_argument("--output", metavar="FILE", help="write an interactive page (.html)")
 
     verb = _verb(verbs, "generate", _generate, "answer a prompt, streaming, and print the acceptance length")
     verb.add_argument("prompt", help="what to answer")
@@ -266,6 +278,20 @@ def _eval(arguments: argparse.Namespace) -> None:
     )
 
 
+def _theory(arguments: argparse.Namespace) -> None:
+    from headstart.eval import theory
+
+    theory.run(
+        alpha=arguments.alpha,
+        rates=_numbers("--rates", arguments.rates, float),
+        length=arguments.k,
+        cost=arguments.cost,
+        tree=_numbers("--tree", arguments.tree, _positive),
+        head=arguments.head,
+        output=arguments.output,
+    )
+
+
 def _generate(arguments: argparse.Namespace) -> None:
     from headstart.eval import generate
 
@@ -348,6 +374,14 @@ def _layers(text: str | None) -> list[int] | None:
     if not all(word.strip().isdecimal() for word in words):
         raise RecipeError(f"--layers is {text}, expected whole numbers such as 2,15,27.")
     return [int(word) for word in words]
+
+
+def _numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> list[Any] | None:
+    """The numbers of a list on the command line; None where there is none."""
+    try:
+        return None if text is None else [kind(word.strip()) for word in text.split(",")]
+    except (ValueError, argparse.ArgumentTypeError):
+        raise RecipeError(f"{option} is {text}, expected numbers with commas between them.") from None
 
 
 def _positive(text: str) -> int:

@@ -13,7 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from headstart.decode.cache import KVCache
 from headstart.decode.drafters.base import NoDraft, Rows
@@ -150,10 +156,13 @@ def plain_answers(
     end_token_ids: Sequence[int] = (),
     stop: Sequence[str] = (),
     tokenizer: PreTrainedTokenizerBase | None = None,
+    processors: Sequence[LogitsProcessor] = (),
+    **settings: Any,
 ) -> list[list[int]]:
     """Greedy answers of transformers.generate, end token included, nothing after it.
 
     Prompts of one length go in one batch, so that no attention mask is needed; with stop strings, one by one.
+    processors, settings: further ones of its own, and keys of its GenerationConfig.
     """
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
@@ -161,6 +170,7 @@ def plain_answers(
         pad_token_id=0,
         eos_token_id=list(end_token_ids) or None,
         stop_strings=list(stop) or None,
+        **settings,
     )
     groups: dict[Any, list[int]] = {}
     for index, prompt in enumerate(prompts):
@@ -172,6 +182,7 @@ def plain_answers(
             batch,
             attention_mask=torch.ones_like(batch),
             generation_config=config,
+            logits_processor=LogitsProcessorList(processors),
             **({"tokenizer": tokenizer} if stop else {}),
         )
         for index, answer in zip(group, out[:, batch.shape[1] :].tolist(), strict=True):

@@ -28,6 +28,7 @@ from test_decode_sampling import (
 )
 
 from headstart.decode.drafters.base import NoDraft
+from headstart.decode.drafters.drawing import draw_drafts
 from headstart.decode.drafters.eagle import EagleDrafter
 from headstart.decode.drafters.plans import SampledChain
 from headstart.decode.engine import Engine
@@ -203,23 +204,21 @@ def bonus_from_p(monkeypatch):
 
 def q_before_processing(monkeypatch):
     """The draft is drawn under the row's settings, but q is what the head said before them."""
-    draw_columns = EagleDrafter._draw
 
-    def faulty(self, logits, rows, going):
-        columns, _ = draw_columns(self, logits, rows, going)
+    def faulty(logits, rows, going):
+        columns, _ = draw_drafts(logits, rows, going)
         return columns, probabilities(logits, WARM)
 
-    monkeypatch.setattr(EagleDrafter, "_draw", faulty)
+    monkeypatch.setattr("headstart.decode.drafters.eagle.draw_drafts", faulty)
 
 
 def q_of_an_argmax(monkeypatch):
     """B65: the draft is the argmax, the trial divides by its probability."""
-    draw_columns = EagleDrafter._draw
 
-    def faulty(self, logits, rows, going):
-        return logits.argmax(-1), draw_columns(self, logits, rows, going)[1]
+    def faulty(logits, rows, going):
+        return logits.argmax(-1), draw_drafts(logits, rows, going)[1]
 
-    monkeypatch.setattr(EagleDrafter, "_draw", faulty)
+    monkeypatch.setattr("headstart.decode.drafters.eagle.draw_drafts", faulty)
 
 
 def the_drafts_numbers_again(monkeypatch):

@@ -320,11 +320,11 @@ def draws_at_all_nodes(tree: TokenTree, logits, settings, uniforms) -> list[list
     return flat.view(batch, nodes).tolist()
 
 
-def no_fault(tree, logits, settings, uniforms):
+def no_fault(tree, logits, settings, uniforms, **_):
     return walk_all(tree, draws_at_all_nodes(tree, logits, settings, uniforms))
 
 
-def bonus_from_raw_logits(tree, logits, settings, uniforms):
+def bonus_from_raw_logits(tree, logits, settings, uniforms, **_):
     """EAGLE-1: after a wholly accepted path the last token came from unprocessed logits."""
     picks = draws_at_all_nodes(tree, logits, settings, uniforms)
     raw = draws_at_all_nodes(tree, logits, [SamplingSettings(temperature=1.0)] * len(settings), uniforms)
@@ -343,14 +343,14 @@ def fresh_uniforms(like: torch.Tensor) -> torch.Tensor:
     return torch.rand(like.shape, generator=_noise, dtype=torch.float64)
 
 
-def fresh_draw_after_a_mismatch(tree, logits, settings, uniforms):
+def fresh_draw_after_a_mismatch(tree, logits, settings, uniforms, **_):
     """The draw that told the mismatch is thrown away, and the token drawn again from the whole distribution."""
     again = draws_at_all_nodes(tree, logits, settings, fresh_uniforms(uniforms))
     picks = draws_at_all_nodes(tree, logits, settings, uniforms)
     return walk_all(tree, picks, on_mismatch=lambda row, node: again[row][node])
 
 
-def independent_draws_per_path(tree, logits, settings, uniforms):
+def independent_draws_per_path(tree, logits, settings, uniforms, **_):
     """Medusa's and REST's nucleus rule: every leaf path draws for itself, and the longest match wins."""
     best: list[Verified] | None = None
     parents = tree.topology.parents[0].tolist()

@@ -22,10 +22,10 @@ from torch import Tensor
 from headstart.decode.decode_copy import make_head_faster
 from headstart.decode.drafters.base import Committed, Rows, take
 from headstart.decode.drafters.draft_rows import DraftRows
+from headstart.decode.drafters.drawing import draw_drafts
 from headstart.decode.drafters.growth import Growth, Level, best_choices, log_probabilities, static_levels
 from headstart.decode.drafters.plans import DEEPEST, DynamicTree, Plan, StaticTree, as_plan, chain_paths
 from headstart.decode.drafters.unrolling import PairCache, TreeLevels
-from headstart.decode.sampling import draw, group_by_distribution, probabilities
 from headstart.decode.tree import DrawnFrom, Path, TokenTree, Topology, sort_paths
 from headstart.heads.unrolled import UnrolledHead
 from headstart.target import Features, Target
@@ -210,7 +210,7 @@ class EagleDrafter:
         drafted, drawn_from = [], []
         for depth in range(1, drafts + 1):
             limit = limit + going
-            columns, probs = self._draw(logits[:, 0], rows, going.tolist())
+            columns, probs = draw_drafts(logits[:, 0], rows, going.tolist())
             drafted.append(self._rows.target_ids(columns))
             drawn_from.append(probs)
             if depth == drafts:
@@ -228,21 +228,3 @@ class EagleDrafter:
             return tree
         ids = self._rows.target_ids(torch.arange(logits.shape[-1], device=self._device))
         return TokenTree(tree.tokens, tree.topology, DrawnFrom(torch.stack(drawn_from, dim=1), ids, sampled))
-
-    def _draw(
-        self, logits: Float[Tensor, "rows columns"], rows: Rows, going: list[bool]
-    ) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows drawn"]]:
-        """One column per row, and the distribution that it was drawn from: zeros where the argmax was taken, and no
-        column at all where every row is greedy.
-
-        A row spends a number of its own stream on every draft that it makes, and on no other.
-        """
-        columns, groups = logits.argmax(-1), group_by_distribution([request.settings for request in rows.requests])
-        probs = torch.zeros(logits.shape if groups else (len(logits), 0), dtype=torch.float64, device=logits.device)
-        for group in groups:
-            drawing = [row for row in group if going[row]]
-            index = torch.tensor(drawing, dtype=torch.long, device=logits.device)
-            probs[index] = probabilities(logits[index], rows.requests[group[0]].settings)
-            numbers = torch.tensor([rows.streams[row].random() for row in drawing], dtype=torch.float64)
-            columns[index] = draw(probs[index], numbers.to(logits.device))
-        return columns, probs

@@ -1,0 +1,146 @@
+"""Classic speculative decoding: a smaller language model with the target's vocabulary drafts a chain.
+
+    drafter = ModelDrafter(load_target("HuggingFaceTB/SmolLM2-135M-Instruct"), target, length=4)
+
+https://arxiv.org/abs/2211.17192, https://arxiv.org/abs/2302.01318. Rows that sample draw their drafts from the model's
+distribution under their own settings, and the rejection rule verifies them; greedy rows draft its likeliest tokens.
+The model keeps a cache of its own, which is cut back to what it shares with the text before every proposal. So it may
+be any copy of the target too, say one with weights in 8 bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from headstart.decode.attention import IMPLEMENTATION, tree_mask
+from headstart.decode.cache import KVCache
+from headstart.decode.drafters.base import Committed, Rows
+from headstart.decode.drafters.drawing import draw_drafts
+from headstart.decode.tree import DrawnFrom, TokenTree, Topology
+from headstart.errors import HeadstartError
+from headstart.target import Target
+
+SHARED_AT_LEAST = 0.99
+"""Of the larger vocabulary, the share of tokens that both tokenizers have: they may differ in what was added later."""
+
+
+class ModelDrafter:
+    """Chains of `length` tokens of another causal model. Raises HeadstartError where it reads other tokens.
+
+    Its attention is switched to ours, for good. Ids that only one of the two output heads has, as padded vocabularies
+    do, are never drafted. A row whose text has come to the end of the model's positions is decoded plainly.
+    """
+
+    wants: tuple[int, ...] = ()
+
+    def __init__(self, model: Target, target: Target, length: int = 4, *, name: str = "model"):
+        if length < 0:
+            raise HeadstartError(f"a chain of {length} drafts cannot be drafted; give 0 or more")
+        check_same_tokens(model, target)
+        self.model, self.length, self.name = model, length, name
+        self.num_columns = min(model.vocab_size, target.vocab_size)
+        model.model.set_attn_implementation(IMPLEMENTATION)
+        self._cache = KVCache(model.num_layers, slots=0, capacity=0)
+        self._read: list[list[int]] = []
+        """Per row: the tokens whose keys are in the cache, drafts of the last proposal among them."""
+        self._sure: list[int] = []
+        """Per row: how many of them are known to be the text's."""
+
+    def start(self, rows: Rows, first: int) -> None:
+        self._cache.grow(rows.cache.slots, rows.cache.capacity + self.length)
+        self._cache.join(len(rows) - first)
+        self._read += [[] for _ in range(first, len(rows))]
+        self._sure += [0] * (len(rows) - first)
+
+    def propose(self, rows: Rows, budget: int) -> TokenTree:
+        device = rows.device
+        wanted = min(self.length, budget - 1)
+        room = [self.model.max_positions - len(ids) for ids in rows.ids]
+        limits = [max(0, min(wanted, left)) for left in room]
+        most = max(limits)
+        chain = Topology.chain(most, device).expand(len(rows)).within(torch.tensor(limits, device=device))
+        if most == 0:
+            return TokenTree(torch.zeros_like(chain.parents), chain)
+        sampled = [not request.settings.greedy for request in rows.requests]
+        self._cut_back(rows)
+        logits = self._run([ids[len(read) :] for ids, read in zip(rows.ids, self._read, strict=True)])
+        drafted, drawn_from = [torch.zeros(len(rows), dtype=torch.long, device=device)], []
+        for depth in range(1, most + 1):
+            columns, probs = draw_drafts(logits, rows, [depth <= limit for limit in limits])
+            drafted.append(columns)
+            drawn_from.append(probs)
+            if depth < most:
+                logits = self._run([[token] for token in columns.tolist()])
+        tokens = torch.stack(drafted, dim=1)
+        if not any(sampled):
+            return TokenTree(tokens, chain)
+        ids = torch.arange(self.num_columns, device=device)
+        return TokenTree(tokens, chain, DrawnFrom(torch.stack(drawn_from, dim=1), ids, sampled))
+
+    def commit(self, rows: Rows, first: int, committed: Committed) -> None:
+        """A prompt is read as it comes in; what a step committed is read with the next proposal."""
+        if rows.num_new(first) == 0:
+            prompts = zip(rows.ids[first:], self._read[first:], committed.counts, strict=True)
+            self._run([ids[len(read) : len(read) + count] for ids, read, count in prompts], first)
+
+    def select(self, keep: Int[Tensor, "kept"]) -> None:
+        self._cache.select(keep)
+        self._read = [self._read[row] for row in keep.tolist()]
+        self._sure = [self._sure[row] for row in keep.tolist()]
+
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.model.parameters())
+
+    def num_bytes(self) -> int:
+        held = [*self.model.model.parameters(), *self.model.model.buffers()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in held) + self._cache.num_bytes()
+
+    def _cut_back(self, rows: Rows) -> None:
+        """Forgets what is not the beginning of a row's text, and the root, whose logits are wanted."""
+        for row, (ids, read) in enumerate(zip(rows.ids, self._read, strict=True)):
+            sure, end = self._sure[row], min(len(read), len(ids) - 1)
+            while sure < end and read[sure] == ids[sure]:
+                sure += 1
+            del read[sure:]
+            self._sure[row] = self._cache.lengths[row] = sure
+
+    def _run(self, tokens: list[list[int]], first: int = 0) -> Float[Tensor, "rows columns"]:
+        """Reads the next tokens of rows first.., and gives the logits behind each row's last one (any, where a row has
+        none)."""
+        device, counts = torch.device(self.model.device), [len(some) for some in tokens]
+        most = max(max(counts), 1)
+        padded = torch.tensor([some + [0] * (most - len(some)) for some in tokens], device=device)
+        self._cache.begin(first, len(tokens))
+        lengths = torch.tensor(self._cache.lengths[first : first + len(tokens)], device=device)
+        topology = Topology.chain(most - 1, device).expand(len(tokens))
+        allowed, distance, positions = tree_mask(topology, lengths, self._cache.key_length(most))
+        features = self.model.forward(
+            padded.clamp(max=self.model.embedding.vocab_size - 1),
+            positions.clamp(max=self.model.max_positions - 1),
+            self.model.masks(allowed, distance),
+            cache=self._cache.as_transformers,
+        )
+        for row, some in enumerate(tokens, first):
+            self._cache.extend(row, len(some))
+            self._read[row] += some
+        last = torch.tensor(counts, device=device).clamp(min=1) - 1
+        final = features.final[torch.arange(len(tokens), device=device), last]
+        return self.model.output.logits(final)[:, : self.num_columns]
+
+
+def check_same_tokens(model: Target, target: Target) -> None:
+    """Refuses a model whose tokenizer gives other ids than the target's: its drafts would be other words."""
+    ours, theirs = target.tokenizer.get_vocab(), model.tokenizer.get_vocab()
+    if ours == theirs:
+        return
+    # what chat templates add behind the words may differ: ids that are both there must mean the same
+    other = sorted(token for token in ours.keys() & theirs.keys() if ours[token] != theirs[token])
+    shared = len(ours.keys() & theirs.keys()) / max(len(ours), len(theirs), 1)
+    if other or shared < SHARED_AT_LEAST:
+        example = f"; {other[0]!r} is {theirs[other[0]]} in one and {ours[other[0]]} in the other" if other else ""
+        raise HeadstartError(
+            f"{model.name} cannot draft for {target.name}: {shared:.0%} of their tokens are the same{example}. A draft "
+            "model needs the target's tokenizer"
+        )
