@@ -21,21 +21,23 @@ from operator import mul
 from headstart.decode.tree import Path
 from headstart.errors import HeadstartError
 
+Number = int | float
 
-def expected_accepted(rates: Sequence[float]) -> float:
+
+def expected_accepted(rates: Sequence[Number]) -> float:
     """Drafts accepted per step of a chain. rates[k]: the chance of draft k + 1 once all before it were accepted."""
     for rate in rates:
         _check("a rate of acceptance", rate, 0, 1)
     return float(sum(accumulate(rates, mul)))
 
 
-def expected_tokens_of_tree(paths: Sequence[Path], rate: Callable[[Path], float]) -> float:
+def expected_tokens_of_tree(paths: Sequence[Path], rate: Callable[[Path], Number]) -> float:
     """tau of a static tree: 1 + the sum over its nodes of the chance that the whole path to the node is right.
 
     rate(path): the chance of a node once its parent was accepted. Siblings exclude each other, so the rates of one
     parent's children sum to at most 1; HeadstartError where they do not. paths: every node's parent among them.
     """
-    chances: dict[Path, float] = {(): 1.0}
+    chances: dict[Path, Number] = {(): 1.0}
     shares: dict[Path, float] = {}
     for path in sorted(paths, key=len):
         parent, one = path[:-1], rate(path)
@@ -47,16 +49,16 @@ def expected_tokens_of_tree(paths: Sequence[Path], rate: Callable[[Path], float]
                 "1: only one of them can be right"
             )
         chances[path] = chances[parent] * one
-    return sum(chances.values())
+    return float(sum(chances.values()))
 
 
-def walltime_factor(rates: Sequence[float], step_cost: float) -> float:
+def walltime_factor(rates: Sequence[Number], step_cost: Number) -> float:
     """Speed over plain decoding of a chain whose drafting and verifying together take `step_cost` plain steps."""
     _check("the cost of a step", step_cost, 1e-9)
     return (1 + expected_accepted(rates)) / step_cost
 
 
-def operations_factor(rates: Sequence[float], draft_cost: float) -> float:
+def operations_factor(rates: Sequence[Number], draft_cost: Number) -> float:
     """Arithmetic over that of plain decoding; draft_cost: operations of one draft over those of the target for a token.
 
     What is drafted or verified in vain is computed all the same (Leviathan et al., theorem 3.11).
@@ -65,7 +67,7 @@ def operations_factor(rates: Sequence[float], draft_cost: float) -> float:
     return (len(rates) * draft_cost + len(rates) + 1) / (1 + expected_accepted(rates))
 
 
-def best_length(rates: Sequence[float], step_cost: Callable[[int], float]) -> int:
+def best_length(rates: Sequence[Number], step_cost: Callable[[int], Number]) -> int:
     """How many drafts have the highest walltime factor, at most as many as there are rates; of equals the fewest. 0:
     drafting is slower than not.
 
@@ -74,7 +76,7 @@ def best_length(rates: Sequence[float], step_cost: Callable[[int], float]) -> in
     return max(range(len(rates) + 1), key=lambda k: (walltime_factor(rates[:k], step_cost(k)), -k))
 
 
-def _check(what: str, value: float, low: float, high: float = float("inf")) -> None:
+def _check(what: str, value: Number, low: Number, high: Number = float("inf")) -> None:
     if not low <= value <= high:
         bounds = f"from {low:g} to {high:g}" if high < float("inf") else f"from {low:g} on"
         raise HeadstartError(f"{what} is {value:g}, expected a number {bounds}")

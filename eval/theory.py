@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headstart.decode.closed_form import (
+    Number,
     best_length,
     expected_accepted,
     expected_tokens_of_tree,
@@ -48,9 +49,9 @@ LENGTHS = 12
 class Costs:
     """What a step costs, in plain steps."""
 
-    chain: Callable[[int], float]
+    chain: Callable[[int], Number]
     """Of drafting and verifying a chain of so many drafts; 1 for none."""
-    draft: float
+    draft: Number
     """Of one draft."""
     longest: int
     """The longest chain whose cost is known."""
@@ -58,7 +59,7 @@ class Costs:
     measured: bool = False
 
 
-def paper_costs(cost: float) -> Costs:
+def paper_costs(cost: Number) -> Costs:
     """Leviathan's: every draft costs `cost`, verifying costs one plain step however many tokens it is."""
     if not cost >= 0:
         raise HeadstartError(f"--cost is {cost:g}, expected a number from 0 on")
@@ -79,7 +80,7 @@ def measured_costs(head: str) -> Costs:
         raise HeadstartError(f"{folder / TREES} lacks the measured costs ({error!r}); tune the head again") from None
     curve = CostCurve(seconds=seconds, context_length=0, rows=1, device=device, dtype="")
 
-    def chain(length: int) -> float:
+    def chain(length: int) -> Number:
         if not length:
             return 1.0
         draft = drafting.of(chain_paths(length)) if isinstance(drafting, DraftCosts) else drafting
@@ -95,7 +96,7 @@ def measured_costs(head: str) -> Costs:
     )
 
 
-def draft_costs(stored: float | dict[str, Any]) -> float | DraftCosts:
+def draft_costs(stored: Number | dict[str, Any]) -> float | DraftCosts:
     """`draft_seconds` of a file of trees."""
     if not isinstance(stored, dict):
         return float(stored)
@@ -115,10 +116,10 @@ def tree_paths(children: Sequence[int]) -> list[TreePath]:
 
 def run(
     *,
-    alpha: float | None = None,
-    rates: Sequence[float] | None = None,
+    alpha: Number | None = None,
+    rates: Sequence[Number] | None = None,
     length: int = 5,
-    cost: float = 0.05,
+    cost: Number = 0.05,
     tree: Sequence[int] | None = None,
     head: str | None = None,
     output: str | None = None,
@@ -156,7 +157,7 @@ def run(
     return figures
 
 
-def _chain(rates: Sequence[float], costs: Costs) -> dict[str, Any]:
+def _chain(rates: Sequence[Number], costs: Costs) -> dict[str, Any]:
     step = costs.chain(len(rates))
     return {
         "length": len(rates),
@@ -167,7 +168,7 @@ def _chain(rates: Sequence[float], costs: Costs) -> dict[str, Any]:
     }
 
 
-def _tree(rates: Sequence[float], children: Sequence[int]) -> dict[str, Any]:
+def _tree(rates: Sequence[Number], children: Sequence[int]) -> dict[str, Any]:
     """A full tree; a node's r-th child is right at its depth's rate where all children before it were wrong."""
     if len(children) > len(rates):
         raise HeadstartError(f"--tree has {len(children)} levels, and rates are given for {len(rates)}; give as many")
@@ -198,7 +199,7 @@ def show(figures: dict[str, Any], console: Console) -> None:
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def to_html(alpha: float, length: int, costs: Costs) -> str:
+def to_html(alpha: Number, length: int, costs: Costs) -> str:
     """A page with sliders, which needs no network. `costs`: where its sliders begin, and a curve of its own if they
     were measured."""
     template = Template(files("headstart.eval").joinpath("theory.html").read_text(encoding="utf-8"))

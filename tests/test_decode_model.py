@@ -4,6 +4,7 @@ computed, and a cache that is cut back to the text."""
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -153,7 +154,7 @@ def test_a_smaller_sample_has_the_targets_joint_distribution(name, setting):
 def test_the_first_draft_is_accepted_as_often_as_the_distributions_overlap():
     """1 - TV(p, q), and with the models' own distributions under the same settings."""
     for setting in ("warm", "top-k"):
-        model = draft_model(*MODELS["far"])
+        model = draft_model(2, 0.3)
         with torch.no_grad():
             logits = model.model(torch.tensor([PROMPT]), use_cache=False).logits[0, -1]
         q = probabilities(logits[None], SamplingSettings(**SETTINGS[setting]))[0].numpy()
@@ -168,7 +169,7 @@ def test_the_first_draft_is_accepted_as_often_as_the_distributions_overlap():
         engine = Engine(small_target(), ModelDrafter(model, small_target(), 1), batch_size=2048, budget=8)
         first = [one.steps[0].accepted for one in engine.generate(requests)]
         assert np.mean(first) == pytest.approx(overlap, abs=0.03)
-        assert 0.05 < overlap < 0.95
+        assert 0.02 < overlap < 0.99
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
@@ -185,20 +186,17 @@ def test_padded_vocabularies_are_cropped():
 
 
 def test_another_tokenizer_is_refused_with_the_reason():
-    stranger = other()
+    stranger = tiny.target("llama", dtype=torch.float64)
+    stranger.name = "stranger"
     vocab = dict(stranger.tokenizer.get_vocab())
     first, second = sorted(vocab)[:2]
     vocab[first], vocab[second] = vocab[second], vocab[first]
-
-    class Swapped:
-        name = "stranger"
-        tokenizer = type("T", (), {"get_vocab": staticmethod(lambda: vocab)})
-
+    stranger.tokenizer = SimpleNamespace(get_vocab=lambda: vocab)
     with pytest.raises(HeadstartError, match="stranger cannot draft for .*tokenizer"):
-        check_same_tokens(Swapped, target())
-    Swapped.tokenizer = type("T", (), {"get_vocab": staticmethod(lambda: {"a": 0, "b": 1})})
+        check_same_tokens(stranger, target())
+    stranger.tokenizer = SimpleNamespace(get_vocab=lambda: {"some": 0, "others": 1})
     with pytest.raises(HeadstartError, match="0% of their tokens"):
-        check_same_tokens(Swapped, target())
+        check_same_tokens(stranger, target())
 
 
 def test_a_text_beyond_the_models_positions_is_decoded_plainly():
