@@ -5,8 +5,8 @@
 
 The target's states of the data, which must be one and the same in all recipes, are computed once for all heads and are
 no part of their training time. Every recipe is trained once per seed (a seed changes weights, order and noise) and
-tuned. Then, for two populations of
-prompts, topics that training never saw of kinds that it did, and kinds that it never saw:
+tuned. Then, for two populations of prompts, topics that training never saw of kinds that it did, and kinds that it
+never saw:
 
 - τ along the target's own answers, of a chain of 3 and of static trees of 8, 16 and 32 nodes (root included), which is
   what decoding them greedily yields, step by step. Trees are chosen on the held-out topics, crosswise where they are

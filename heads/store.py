@@ -30,7 +30,7 @@ from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.starting import as_used, settings_of_start, warm_start
 from headstart.heads.unrolled import LAST_LAYER, RANDOM
-from headstart.heads.vocab import DraftVocab
+from headstart.heads.vocab import DraftVocab, usable_ids
 from headstart.target import Target, check_fingerprint
 
 FORMAT = 1
@@ -68,11 +68,8 @@ def refuse_misfit(
     config: HeadConfig, target: Target, *, read_foreign: Callable[[Path, Target], Head] | None = None
 ) -> None:
     """Raises the HeadError that `build_head` would end in, before anything that takes long."""
-    size = config.draft_vocab_size
-    if size is not None and size > target.vocab_size:
-        raise HeadError(
-            f"head.draft_vocab_size is {size}, {target.name} has {target.vocab_size} tokens; give fewer, or null"
-        )
+    if config.draft_vocab_size is not None:
+        usable_ids(config.draft_vocab_size, target.vocab_size, len(target.tokenizer))
     _as_built(config, target, read_foreign)
 
 

@@ -16,6 +16,20 @@ from torch import Tensor, nn
 from headstart.errors import HeadError
 
 
+def usable_ids(size: int, rows: int, tokenizer_size: int) -> int:
+    """How many ids can be drafted of a target with so many output rows and tokens; HeadError where `size` is none of
+    the sizes that a draft vocabulary can have there."""
+    usable = min(tokenizer_size, rows)
+    if size < 1:
+        raise HeadError(f"draft_vocab_size is {size}, expected a whole number from 1 to {usable}, or null for all")
+    if size > usable and size != rows:
+        raise HeadError(
+            f"draft_vocab_size is {size}, but the target has {usable} ids that can be drafted "
+            f"({rows} output rows, {tokenizer_size} ids in the tokenizer); set it to {usable} at most, or to null"
+        )
+    return usable
+
+
 class DraftVocab(nn.Module):
     """Target ids that can be drafted, ascending; draft index k stands for target id `ids[k]`.
 
@@ -56,16 +70,9 @@ class DraftVocab(nn.Module):
         the rest from the lowest up, and the same data give the same vocabulary.
         """
         rows = len(counts)
-        usable = min(tokenizer_size, rows)
-        if size < 1:
-            raise HeadError(f"draft_vocab_size is {size}, expected a whole number from 1 to {usable}, or null for all")
+        usable = usable_ids(size, rows, tokenizer_size)
         if size == rows:
             return None
-        if size > usable:
-            raise HeadError(
-                f"draft_vocab_size is {size}, but the target has {usable} ids that can be drafted "
-                f"({rows} output rows, {tokenizer_size} ids in the tokenizer); set it to {usable} at most, or to null"
-            )
         beyond = counts[usable:].nonzero()
         if len(beyond):
             raise HeadError(

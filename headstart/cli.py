@@ -368,20 +368,23 @@ def _add_other_target(verb: argparse.ArgumentParser) -> None:
 
 
 def _layers(text: str | None) -> list[int] | None:
-    if not text:
-        return None
-    words = text.split(",")
-    if not all(word.strip().isdecimal() for word in words):
-        raise RecipeError(f"--layers is {text}, expected whole numbers such as 2,15,27.")
-    return [int(word) for word in words]
+    return _numbers("--layers", text or None, _whole, "whole numbers such as 2,15,27")
 
 
-def _numbers(option: str, text: str | None, kind: Callable[[str], Any]) -> list[Any] | None:
+def _numbers(
+    option: str, text: str | None, kind: Callable[[str], Any], expected: str = "numbers with commas between them"
+) -> list[Any] | None:
     """The numbers of a list on the command line; None where there is none."""
     try:
         return None if text is None else [kind(word.strip()) for word in text.split(",")]
     except (ValueError, argparse.ArgumentTypeError):
-        raise RecipeError(f"{option} is {text}, expected numbers with commas between them.") from None
+        raise RecipeError(f"{option} is {text}, expected {expected}.") from None
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(text)
+    return int(text)
 
 
 def _positive(text: str) -> int:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import stubs
 import tiny
 import torch
 from stubs import TREES
+from test_decode_model import NEW, plain, prompts, target
 
 from headstart.decode.drafters.base import Request
 from headstart.decode.drafters.model import ModelDrafter
@@ -17,25 +16,6 @@ from headstart.decode.drafters.union import UnionDrafter
 from headstart.decode.engine import Engine
 from headstart.decode.sampling import SamplingSettings
 from headstart.errors import HeadstartError
-
-LENGTHS = (1, 3, 7, 12, 16, 32)
-NEW = 24
-
-
-@functools.lru_cache
-def target():
-    return tiny.target("llama", dtype=torch.float64)
-
-
-@functools.lru_cache
-def prompts() -> list[list[int]]:
-    return stubs.prompts_of(LENGTHS, target().vocab_size)
-
-
-@functools.lru_cache
-def plain() -> list[list[int]]:
-    model = tiny.model("llama", dtype=torch.float64)
-    return stubs.plain_answers(model, prompts(), NEW, end_token_ids=target().end_token_ids)
 
 
 def stub(kind: str, tree: str):

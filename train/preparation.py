@@ -25,6 +25,7 @@ from headstart.errors import HeadstartError, RecipeError, TrainingError, disk_fa
 from headstart.heads.vocab import DraftVocab
 from headstart.light_target import load_recipe_light_target
 from headstart.recipe import Recipe, load_recipe, quoted, refuse_unbuilt, smoke
+from headstart.recipe_smoke import RANDOM
 from headstart.recipe_target import load_recipe_target, settle_dtypes
 from headstart.target import Target
 from headstart.train.ceiling import outside
@@ -149,12 +150,12 @@ def open_target(recipe: Recipe, accelerator: Accelerator, replaced: Sequence[str
 
 def open_data(recipe: Recipe, target: Target, accelerator: Accelerator) -> Prepared:
     """The rows to train and to look at, with their summary, and a warning where the target did not write them (of a
-    target with random weights that goes without saying)."""
+    random one that goes without saying)."""
     data = prepare(recipe, target.tokenizer, vocab_size=target.vocab_size, max_positions=target.max_positions)
     accelerator.print(data.summary())
     if recipe.data.features == "offline":
         refuse_missing(recipe, target, (data.train, data.held_out))
-    if not target.name.startswith("random") and (warning := foreign_answers(target, data.train, recipe)):
+    if not recipe.target.name.startswith(RANDOM) and (warning := foreign_answers(target, data.train, recipe)):
         accelerator.print(f"warning: {warning}")
     return data
 

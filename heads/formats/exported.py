@@ -124,9 +124,14 @@ def refuse_scaled_embedding(target: Target) -> None:
         )
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """No NaN and no infinity among its numbers."""
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+
+
 def check_state(state: Mapping[str, Tensor], what: str, remedy: str = "export the last good checkpoint") -> None:
     """No tensor of size zero or with a NaN is written, or read."""
     for name, tensor in state.items():
-        if tensor.numel() == 0 or (tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())):
+        if tensor.numel() == 0 or not is_finite(tensor):
             fault = "is empty" if tensor.numel() == 0 else "holds values that are not finite"
             raise HeadError(f"{what}: {name} {fault}; {remedy}")

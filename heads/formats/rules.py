@@ -12,6 +12,7 @@ import torch
 from headstart.borrowed import input_module, weight_of
 from headstart.errors import HeadError
 from headstart.heads.base import Head
+from headstart.heads.formats.exported import is_finite
 from headstart.heads.formats.files import WEIGHT_FILES
 from headstart.heads.formats.foreign import Checkpoint, equal_rounded
 from headstart.heads.formats.rope import CACHE_ONLY, read_rope
@@ -141,7 +142,7 @@ def stored_dtype(subject: Subject) -> Iterator[Fault]:
 def finite_values(subject: Subject) -> Iterator[Fault]:
     """A NaN in one weight makes every draft the same token, and nothing says so."""
     for name, tensor in subject.tensors.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if not is_finite(tensor):
             yield fault(f"finite numbers in {name}", "others", "no draft is ever accepted", subject.again)
 
 
