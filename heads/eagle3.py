@@ -13,10 +13,10 @@ from __future__ import annotations
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn import functional
 
 from headstart.heads.configs import Eagle3Config
 from headstart.heads.draft_layer import Attend, DraftLayer, RMSNorm
+from headstart.heads.dropout import dropout
 from headstart.heads.last_layer import NOISE, Scales, norm_gain
 from headstart.heads.unrolled import LAST_LAYER, StepStates, UnrolledHead
 from headstart.heads.vocab import DraftVocab
@@ -49,7 +49,7 @@ class Eagle3Head(UnrolledHead):
         taps = [self._match(features.taps[k]) for k in self.wants]
         if self.fc_norm is not None:
             taps = [norm(tap) for norm, tap in zip(self.fc_norm, taps, strict=True)]
-        fused = functional.dropout(torch.cat(taps, dim=-1), self.config.dropout, self.training)
+        fused = dropout(torch.cat(taps, dim=-1), self.config.dropout, self.training)
         return self.fc(fused if self.input_norm is None else self.input_norm(fused))
 
     def step(

@@ -20,6 +20,7 @@ from headstart.errors import HeadError
 from headstart.heads.base import Alignment, Head, HeadOutput
 from headstart.heads.chunked import ChunkedLoss
 from headstart.heads.configs import MedusaConfig
+from headstart.heads.dropout import dropout
 from headstart.heads.losses import needs_teacher
 from headstart.heads.vocab import DraftVocab
 from headstart.target import Features, Target
@@ -116,7 +117,7 @@ class MedusaHead(Head):
     ) -> Float[Tensor, "*batch heads dim"]:
         """The state of the first `heads` heads (None: all) at each position, in the dtype of the head."""
         states = final.to(next(self.blocks.parameters()).dtype)[..., None, :]
-        states = functional.dropout(states, self.config.dropout, self.training)
+        states = dropout(states, self.config.dropout, self.training)
         for block in self.blocks:
             states = block(states, heads or self.config.num_heads)
         return states

@@ -27,7 +27,7 @@ def make_optimizer(settings: TrainSection, head: nn.Module) -> torch.optim.Optim
     if settings.optimizer == "adamw":
         decayed = [parameter for name, parameter in named if parameter.dim() > 1 and not name.endswith("bias")]
         groups = _two_groups(named, decayed, settings.weight_decay)
-        return torch.optim.AdamW(groups, lr=settings.lr, betas=BETAS)
+        return torch.optim.AdamW(groups, lr=settings.lr, betas=BETAS, fused=True)
     matrices = [parameter for name, parameter in named if is_inner_matrix(name, parameter)]
     first, rest = _two_groups(named, matrices, settings.weight_decay)
     return MuonAndAdamW(first["params"], rest["params"], lr=settings.lr, weight_decay=settings.weight_decay)
@@ -53,7 +53,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         # the defaults of every key that either of the two looks for in its groups
         muon = torch.optim.Muon([torch.zeros(1, 1)], lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
         self._muon = muon
-        self._adamw = torch.optim.AdamW([torch.zeros(1)], lr=lr, weight_decay=0.0, betas=BETAS)
+        self._adamw = torch.optim.AdamW([torch.zeros(1)], lr=lr, weight_decay=0.0, betas=BETAS, fused=True)
         groups = [
             {**muon.defaults, "params": list(matrices), "method": "muon"},
             {**self._adamw.defaults, "params": list(others), "method": "adamw"},
