@@ -130,17 +130,20 @@ def draw(probs: Float[Tensor, "rows vocab"], uniform: Float[Tensor, "rows"]) -> 
     A token of probability zero has an empty slice, so it is never drawn, not even at 0.0.
     """
     cumulative = probs.cumsum(-1)
-    picked = torch.searchsorted(cumulative, uniform[:, None] * cumulative[:, -1:], right=True).squeeze(1)
-    # Rounding can lift uniform * total to the total itself: then it is the last token that has any mass.
-    last = (probs > 0).int().cumsum(-1).argmax(-1)
-    return torch.minimum(picked, last)
+    total = cumulative[:, -1:].contiguous()
+    picked = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)
+    # Rounding can lift uniform * total to the total itself: then it is the last token that adds any mass to it.
+    return torch.minimum(picked, torch.searchsorted(cumulative, total)).squeeze(1)
 
 
 def choose(
     logits: Float[Tensor, "rows vocab"], settings: list[SamplingSettings], uniform: Float[Tensor, "rows"]
 ) -> Int[Tensor, "rows"]:
     """One token per row: the argmax where the row is greedy, else drawn at the row's uniform."""
-    tokens = logits.argmax(-1)
+    if any(setting.greedy for setting in settings):
+        tokens = logits.argmax(-1)
+    else:
+        tokens = torch.zeros(len(settings), dtype=torch.long, device=logits.device)
     for rows in group_by_distribution(settings):
         index = torch.tensor(rows, device=logits.device)
         tokens[index] = draw(probabilities(logits[index], settings[rows[0]]), uniform[index])
