@@ -212,8 +212,14 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
 def _bundled_rows(source: Source, answers: bool) -> list[Any]:
     from headstart.data import bundled
 
+    if source.source == "bundled:wordings":
+        if answers:
+            raise DataError(
+                "bundled:wordings has no answers; make them with `headstart data distill`, name its output."
+            )
+        return list(bundled.prompts(source.split, wordings=True))
     if source.source != "bundled:chats":
-        raise DataError(f"There is no bundled data set {source.source!r}; there is bundled:chats.")
+        raise DataError(f"No bundled data set is called {source.source!r}; name bundled:chats or bundled:wordings.")
     return list(bundled.rows(source.split, answers=answers))
 
 

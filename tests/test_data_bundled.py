@@ -39,6 +39,17 @@ def test_no_prompt_comes_twice_and_no_training_prompt_is_held_out():
     assert [text for text, count in texts.items() if count > 1] == []
 
 
+def test_other_wordings_repeat_no_prompt_and_keep_the_splits():
+    texts = Counter(json.dumps(row["messages"]) for row in prompts(wordings=True))
+    assert max(texts.values()) == 1 and not texts.keys() & {json.dumps(row["messages"]) for row in prompts()}
+    assert len(texts) > 4 * len(all_prompts())
+    ids = {split: {row["row_id"] for row in prompts(split, wordings=True)} for split in SPLITS}
+    assert sum(map(len, ids.values())) == len(set().union(*ids.values())) == len(texts)
+    assert not set().union(*ids.values()) & {row["row_id"] for row in prompts()}
+    for row in prompts("train", wordings=True):
+        assert row["kind"] not in HELD_OUT_KINDS and row["topic"] not in HELD_OUT_TOPICS
+
+
 def test_topics_are_filled_evenly():
     fields = Counter(field for topic in topics().values() for field in topic)
     assert set(fields.values()) == {len(topics())}, fields

@@ -307,6 +307,14 @@ def test_the_bundled_chats_are_a_source():
         list(read(Source(source="bundled:chat"), {}))
 
 
+def test_the_wordings_are_prompts_and_no_conversations():
+    wordings = Source(source="bundled:wordings", split="train", limit=4)
+    rows, report = read_rows(wordings, answers=False)
+    assert len(rows) == 4 and report.name == "bundled:wordings:train"
+    with pytest.raises(DataError, match="has no answers; make them with `headstart data distill`"):
+        list(read(wordings, {}))
+
+
 @pytest.mark.parametrize("damage", [lambda packed: b"no gzip", lambda packed: packed[:-20]])
 def test_a_packed_file_that_is_damaged_is_refused(tmp_path, damage):
     path = tmp_path / "a.jsonl.gz"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from headstart.data.bundled.prompts import FOLDER, SPLITS, all_prompts, split_of
+from headstart.data.bundled.prompts import FOLDER, SPLITS, all_prompts, further_wordings, split_of
 from headstart.errors import DataError
 
 __all__ = ["SPLITS", "prompts", "rows", "split_of"]
@@ -19,15 +19,16 @@ __all__ = ["SPLITS", "prompts", "rows", "split_of"]
 ANSWERS = FOLDER.joinpath("answers.jsonl")
 
 
-def prompts(split: str = "all") -> Iterator[dict[str, Any]]:
-    """The prompts of `split`, user turns only, in a fixed mixed order.
+def prompts(split: str = "all", wordings: bool = False) -> Iterator[dict[str, Any]]:
+    """The prompts of `split`, user turns only, in a fixed mixed order; `wordings`: their other wordings instead.
 
     The splits are "train", "held_out_kinds" and "held_out_topics"; "all" is the three together. Each prompt is a
     dictionary of `row_id`, `kind`, `topic` and `messages`. Raises DataError where there is no such split.
     """
     if split not in (*SPLITS, "all"):
         raise DataError(f"The bundled conversations have no split {split!r}; write one of {', '.join(SPLITS)}, or all.")
-    return (row for row in all_prompts() if split == "all" or split_of(row) == split)
+    chosen = further_wordings() if wordings else all_prompts()
+    return (row for row in chosen if split == "all" or split_of(row) == split)
 
 
 def rows(split: str, answers: bool = True) -> Iterator[dict[str, Any]]:

@@ -56,17 +56,41 @@ def all_prompts() -> tuple[dict[str, Any], ...]:
     return tuple(sorted(rows, key=lambda row: _hash(row["row_id"])))
 
 
+@cache
+def further_wordings() -> tuple[dict[str, Any], ...]:
+    """The contents of `all_prompts` in every other phrasing of their kind ("explain/bees/1/4"), in the same kind of
+    order: several times as many, for training on more answers than come with the package."""
+    known = {_texts(row) for row in all_prompts()}
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    for kind in kinds():
+        for topic in topics():
+            for variant in range(kinds()[kind]["variants"]):
+                for number in range(len(kinds()[kind]["phrasings"])):
+                    row = _row(kind, topic, variant, number)
+                    rows.setdefault(_texts(row), row | {"row_id": f"{row['row_id']}/{number + 1}"})
+    return tuple(sorted((rows[texts] for texts in rows.keys() - known), key=lambda row: _hash(row["row_id"])))
+
+
 def _rows_of(kind: str, topic: str) -> Iterator[dict[str, Any]]:
-    phrasings = kinds()[kind]["phrasings"]
     first = _hash(f"{kind}/{topic}")
     for variant in range(kinds()[kind]["variants"]):
-        phrasing = phrasings[(first + variant) % len(phrasings)]
-        slots = _slots(topics()[topic], variant)
-        for name, words in kinds()[kind].get("choices", {}).items():
-            slots[name] = words[(first // len(phrasings) + variant) % len(words)]
-        turns = [phrasing] if isinstance(phrasing, str) else phrasing
-        messages = [{"role": "user", "content": turn.format_map(slots)} for turn in turns]
-        yield {"row_id": f"{kind}/{topic}/{variant + 1}", "kind": kind, "topic": topic, "messages": messages}
+        yield _row(kind, topic, variant, (first + variant) % len(kinds()[kind]["phrasings"]))
+
+
+def _row(kind: str, topic: str, variant: int, number: int) -> dict[str, Any]:
+    """The prompt of the phrasing of this number."""
+    phrasings = kinds()[kind]["phrasings"]
+    phrasing = phrasings[number]
+    slots = _slots(topics()[topic], variant)
+    for name, words in kinds()[kind].get("choices", {}).items():
+        slots[name] = words[(_hash(f"{kind}/{topic}") // len(phrasings) + variant) % len(words)]
+    turns = [phrasing] if isinstance(phrasing, str) else phrasing
+    messages = [{"role": "user", "content": turn.format_map(slots)} for turn in turns]
+    return {"row_id": f"{kind}/{topic}/{variant + 1}", "kind": kind, "topic": topic, "messages": messages}
+
+
+def _texts(row: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(message["content"] for message in row["messages"])
 
 
 def _slots(topic: dict[str, Any], variant: int) -> dict[str, str]:
