@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from headstart.allocator import keep_freed_memory
 from headstart.data.packing import RowStore
 from headstart.data.prepare import prepare
 from headstart.data.progress import Progress
@@ -453,6 +454,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", default="runs/heads", metavar="DIR", help="where everything goes (%(default)s)")
     options = parser.parse_args(arguments)
     folder = Path(options.output)
+    keep_freed_memory()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         refuse_unwritable(folder)

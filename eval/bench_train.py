@@ -42,6 +42,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from headstart.allocator import keep_freed_memory
 from headstart.data.packing import RowStore, TokenBatch, collate
 from headstart.data.prepare import prepare
 from headstart.errors import HeadstartError, RecipeError, refuse_unwritable
@@ -212,6 +213,7 @@ def run(
     if not isinstance(recipe.head, Eagle3Config):
         raise RecipeError(f"{recipe.name} has a {recipe.head.type} head, this measures eagle3; name another recipe")
     torch.set_num_threads(1)
+    keep_freed_memory()
     results, rows, whole = [], RowStore(), RowStore()
     for dtype in dtypes:
         target, _ = load_recipe_target(recipe, device="cpu", dtype=dtype)

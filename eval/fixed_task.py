@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from headstart.allocator import keep_freed_memory
 from headstart.data.packing import RowStore
 from headstart.data.rendering import Row
 from headstart.decode.cost import RankedAnswer, mean_tokens, replay, replay_crosswise
@@ -139,6 +140,7 @@ def summary(results: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
 def run(recipe: Recipe, task: Path, seeds: Sequence[int], output: Path) -> dict[str, Any]:
     """Trains and measures once per seed."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     rows, held_out = (read_rows(task / name) for name in ("train.jsonl", "held_out.jsonl"))
     target = open_target(recipe, Accelerator(cpu=True, mixed_precision="no"), ())
     texts, results = None, []

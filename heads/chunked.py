@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from headstart.heads.base import NUM_RANKS, Alignment, HeadOutput
 from headstart.heads.losses import Teacher, label_ranks, log_softmax, loss_and_gradient, needs_teacher
 
-_CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
+_CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
 """Logits per chunk: on a CPU what the caches still serve, on a GPU what keeps its multiprocessors busy."""
 _LEAST_TOKENS = 16
 """Predicted tokens in a chunk at least: with fewer, reading the output rows costs more than using them."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import headstart
+from headstart.allocator import keep_freed_memory
 from headstart.errors import HeadstartError, RecipeError, disk_fault, show_warnings_plainly
 
 TRAINING_SCRIPTS = {
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit status: 0, 1 for a failure, 2 for a wrong recipe or command line, 130 for ^C."""
     arguments = build_parser().parse_args(argv)
     show_warnings_plainly()
+    keep_freed_memory()
     try:
         return arguments.run(arguments) or 0
     except HeadstartError as error:

@@ -30,6 +30,7 @@ ORDER = (
         "headstart.recipe_yaml",
     ),
     (
+        "headstart.allocator",
         "headstart.architecture",
         "headstart.borrowed",
         "headstart.bundled",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from headstart.allocator import keep_freed_memory
 from headstart.errors import show_warnings_plainly
 from headstart.heads.configs import UnrolledConfig
 from headstart.heads.formats import load_foreign
@@ -38,6 +39,7 @@ def train_from_recipe(description: str, arguments: Sequence[str] | None, *head_t
     """
     options = parse_arguments(description, arguments)
     show_warnings_plainly()
+    keep_freed_memory()
     with user_errors():
         recipe, replaced = read_recipe(options, *head_types)
         path = run_path(recipe, options)
