@@ -41,17 +41,19 @@ from headstart.data.progress import Progress
 from headstart.decode.cost import grow_tree, replay, replay_crosswise
 from headstart.decode.decode_copy import make_faster
 from headstart.decode.drafters.plans import chain_paths
-from headstart.decode.forecast import rank_answer, record_rows
+from headstart.decode.forecast import Recorded, rank_answer, record_rows
 from headstart.errors import HeadstartError, RecipeError, TrainingError, refuse_unwritable
 from headstart.eval.acceptance import Number, count_steps, loops
 from headstart.eval.drafters import TREES, plan_drafter
 from headstart.eval.intervals import bootstrap, ratio_interval, speedup_interval
 from headstart.eval.prompts import choose, load_questions
 from headstart.eval.timing import PLAIN, Answer, Contender, time_arms
-from headstart.eval.trained import Trained, open_trained
+from headstart.eval.trained import Trained, find_head, open_trained
+from headstart.heads.base import Head
 from headstart.heads.configs import Eagle3Config, MedusaConfig
 from headstart.heads.store import load_head
 from headstart.recipe import Recipe, load_recipe, override, quoted
+from headstart.target import Target
 from headstart.train.atomic_folder import write_text
 from headstart.train.forecasting import tree_depth
 from headstart.train.run_folder import environment
@@ -136,19 +138,34 @@ def _headstart(run: Path, *words: str, **environment: str) -> None:
 # -- acceptance along recorded answers ---------------------------------------------------------------------------------
 
 
-def measure_acceptance(run: Path) -> dict[str, Any]:
-    """By population: whether each held-out answer loops, its tokens and steps by plan, and along the longest chain of
-    first choices how often each depth was tested and passed."""
-    trained = open_trained(run)
-    target = trained.target
-    make_faster(target)
-    assert trained.head is not None
-    head = load_head(trained.head, target).to(target.dtype).eval()
+def measure_acceptance(runs: Sequence[Path], folder: Path) -> list[dict[str, Any]]:
+    """Of every run, by population: whether each held-out answer loops, its tokens and steps by plan, and along the
+    longest chain of first choices how often each depth was tested and passed.
+
+    Kept in FOLDER/RUN.json; runs that have it are not measured again, and the target reads the answers once for all.
+    """
+    stored = {run: folder / f"{run.name}.json" for run in runs}
+    missing = [run for run in runs if not stored[run].is_file()]
+    if missing:
+        trained = open_trained(missing[0])
+        target = trained.target
+        make_faster(target)
+        heads = {run: load_head(find_head(run)[1], target).to(target.dtype).eval() for run in missing}
+        wants = sorted({layer for head in heads.values() for layer in head.wants})
+        texts = {
+            population: record_rows(target, held_out_rows(trained, population), wants) for population in (TOPICS, KINDS)
+        }
+        for run, head in heads.items():
+            print(f"acceptance of {run.name} along the held-out answers", flush=True)
+            write_text(stored[run], json.dumps(_acceptance(head, target, texts)) + "\n")
+    return [json.loads(stored[run].read_text(encoding="utf-8")) for run in runs]
+
+
+def _acceptance(head: Head, target: Target, texts: dict[str, list[Recorded]]) -> dict[str, Any]:
     depth = tree_depth(head)
     figures, ranked = {}, {}
-    for population in (TOPICS, KINDS):
-        texts = record_rows(target, held_out_rows(trained, population), head.wants)
-        ranked[population] = answers = [rank_answer(head, target, text, depth=depth) for text in texts]
+    for population, recorded in texts.items():
+        ranked[population] = answers = [rank_answer(head, target, text, depth=depth) for text in recorded]
         plans = {f"chain {CHAIN}": [replay(answer, chain_paths(CHAIN)) for answer in answers]}
         for size in SIZES:
             if population == TOPICS:
@@ -158,7 +175,7 @@ def measure_acceptance(run: Path) -> dict[str, Any]:
                 plans[f"tree {size}"] = [replay(answer, paths) for answer in answers]
         longest = [replay(answer, chain_paths(depth)) for answer in answers]
         figures[population] = {
-            "loops": [loops(text.answer) for text in texts],
+            "loops": [loops(text.answer) for text in recorded],
             "plans": {
                 plan: [[sum(accepted + 1 for _, accepted in steps), len(steps)] for steps in each]
                 for plan, each in plans.items()
@@ -384,7 +401,7 @@ def run(
     train_all(order, [*settings, *offline], jobs)
     for *_, one in order:
         tune(one)
-    found = {name: [_stored(folder / f"{one.name}.json", one) for one in each] for name, each in runs.items()}
+    found = {name: measure_acceptance(each, folder) for name, each in runs.items()}
     records = measure_speed([one for *_, one in order], questions, folder / "speed.jsonl")
     report = {
         "environment": environment(()),
@@ -397,13 +414,6 @@ def run(
     }
     write_text(folder / "heads.json", json.dumps(report, indent=1) + "\n")
     return report
-
-
-def _stored(path: Path, run: Path) -> dict[str, Any]:
-    if not path.is_file():
-        print(f"acceptance of {run.name} along the held-out answers", flush=True)
-        write_text(path, json.dumps(measure_acceptance(run)) + "\n")
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def as_markdown(report: dict[str, Any]) -> str:
