@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -q
 WORKERS ?= 2
 
-.PHONY: setup lint test test-slow quickstart bench-medusa bench-smollm2 bench-heads bench-train clean
+.PHONY: setup lint test test-slow quickstart bench-medusa bench-smollm2 bench-heads bench-train soak clean
 
 setup: $(VENV)/.ready
 
@@ -37,16 +37,19 @@ bench-smollm2: setup
 	$(PY) scripts/quickstart.py --recipe smollm2-medusa.yaml
 
 # Medusa, EAGLE-1 and EAGLE-3 on equal data, 1200 CPU seconds and three seeds each: about four hours of two cores.
-# 6000 more prompts are answered first, half an hour on two cores; all of it goes on where it was stopped
+# 4500 more prompts are answered first, half an hour on two cores; all of it goes on where it was stopped
 bench-heads: setup
 	$(PY) -m headstart.cli data distill --recipe smollm2-eagle3.yaml --output runs/wordings.jsonl \
-		--set 'data.train=[{source: "bundled:wordings", split: train, limit: 6000}]' \
+		--set 'data.train=[{source: "bundled:wordings", split: train, limit: 4500}]' \
 		--set 'data.held_out={fraction: 0.01}' --set data.distill.temperature=0.7
 	$(PY) -m headstart.eval.bench_heads --output runs/heads --jobs 2 \
 		--set 'data.train=[{source: "bundled:chats", split: train}, {source: runs/wordings.jsonl}]'
 
 bench-train: setup
 	OMP_NUM_THREADS=1 $(PY) -m headstart.eval.bench_train --output runs/train_speed.json
+
+soak: setup
+	OMP_NUM_THREADS=1 $(PY) tests/soak.py --minutes 30 --output runs/soak.json
 
 test-slow: setup
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow -n $(WORKERS)

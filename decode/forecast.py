@@ -264,30 +264,37 @@ def _commit(drafter: Drafter, rows: Rows, parts: list[tuple[Recorded, int, int]]
 # -- what drafting costs -----------------------------------------------------------------------------------------------
 
 
-def measure_drafting(head: Head, target: Target, plan: Plan | Sequence[Path], steps: int = 16) -> float:
-    """Median seconds that drafting with this head adds to a step: proposing a tree, taking in what was accepted."""
-    return drafting_seconds(head_drafter(head, target, plan), target, as_plan(plan).num_nodes, steps)
+def measure_drafting(head: Head, target: Target, plan: Plan | Sequence[Path], steps: int = 16, rows: int = 1) -> float:
+    """Median seconds that drafting with this head adds to a step of `rows` rows: proposing trees, taking in what was
+    accepted."""
+    return drafting_seconds(head_drafter(head, target, plan), target, as_plan(plan).num_nodes, steps, rows)
 
 
-def drafting_seconds(drafter: Drafter, target: Target, budget: int, steps: int = 16) -> float:
+def drafting_seconds(drafter: Drafter, target: Target, budget: int, steps: int = 16, rows: int = 1) -> float:
     """The same for any drafter, with trees of `budget` nodes at most."""
-    engine = Engine(target, drafter, budget=budget)
+    engine = Engine(target, drafter, batch_size=rows, budget=budget)
     prompt = [(7 + 31 * index) % min(target.vocab_size, target.embedding.vocab_size) for index in range(64)]
     longest = min(64, target.max_positions // 2)
     request = Request(prompt_ids=prompt[:longest], max_new_tokens=4 * steps, ignore_end=True)
-    (generation,) = engine.generate([request])
+    generation, *_ = engine.generate([request] * rows)
     return statistics.median(record.draft_seconds for record in generation.steps[1:] or generation.steps)
 
 
 def measure_levels(
-    head: UnrolledHead, target: Target, *, widths: Sequence[int] = (1, 2, 4, 8), depth: int = 5, steps: int = 16
+    head: UnrolledHead,
+    target: Target,
+    *,
+    widths: Sequence[int] = (1, 2, 4, 8),
+    depth: int = 5,
+    steps: int = 16,
+    rows: int = 1,
 ) -> DraftCosts:
     """What one level of a tree adds to drafting, by the nodes expanded in it, for static and for dynamic trees."""
-    first = measure_drafting(head, target, [(0,)], steps)
+    first = measure_drafting(head, target, [(0,)], steps, rows)
 
     def of_level(plan: Plan | Sequence[Path]) -> float:
         """Never below zero, whatever a busy machine makes of two medians."""
-        return max(0.0, (measure_drafting(head, target, plan, steps) - first) / (depth - 1))
+        return max(0.0, (measure_drafting(head, target, plan, steps, rows) - first) / (depth - 1))
 
     static, dynamic = {}, {}
     for width in widths:

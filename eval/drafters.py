@@ -61,8 +61,11 @@ class DrafterPlan:
         return None if self.plan is None else asdict(self.plan)
 
 
-def plan_drafter(name: str, head: Path | None, size: int | str, allow_other_target: bool = False) -> DrafterPlan:
-    """The plan of one name. head: the folder that plain `head` means. size: nodes of a tree, or "auto"."""
+def plan_drafter(
+    name: str, head: Path | None, size: int | str, allow_other_target: bool = False, rows: int = 1
+) -> DrafterPlan:
+    """The plan of one name. head: the folder that plain `head` means. size: nodes of a tree, or "auto". rows: how many
+    are decoded at a time."""
     kind, _, place = name.partition(":")
     if kind == "ngram" and not place:
         length = 8 if size == "auto" else int(size) - 1
@@ -76,7 +79,7 @@ def plan_drafter(name: str, head: Path | None, size: int | str, allow_other_targ
     shape, number = matched.groups()
     if number:
         _check_number(folder, name, shape, int(number))
-    plan, forecast, tuned_on = choose_plan(folder, shape, int(number) if number else size)
+    plan, forecast, tuned_on = choose_plan(folder, shape, int(number) if number else size, rows)
 
     def make(target: Target) -> Drafter:
         return head_drafter(load_head(folder, target, allow_other_target), target, plan)
@@ -103,7 +106,9 @@ def _check_number(folder: Path, name: str, shape: str, number: int) -> None:
         raise HeadError(f"drafter {name!r}: trees were tuned for {', '.join(map(str, sizes))} nodes; take one of these")
 
 
-def choose_plan(folder: Path, shape: str | None, size: int | str) -> tuple[Plan, dict[str, Any], TunedOn]:
+def choose_plan(
+    folder: Path, shape: str | None, size: int | str, rows: int = 1
+) -> tuple[Plan, dict[str, Any], TunedOn]:
     """The plan of this shape (None: what tuning found best), its forecast, and what it was tuned on.
 
     size: drafts of a `chain` or `drawn` one, else nodes of the tree, root included; "auto": the best size, and for
@@ -113,20 +118,20 @@ def choose_plan(folder: Path, shape: str | None, size: int | str) -> tuple[Plan,
         length = trained_depth(folder) if size == "auto" else int(size)
         return (SampledChain(length=length) if shape == "drawn" else StaticTree(paths=chain_paths(length))), {}, None
     if shape is None and size == "auto":
-        shape = read_trees(folder).get("plan", "tree")
+        shape = read_trees(folder, rows).get("plan", "tree")
     if shape == "dynamic":
-        return choose_dynamic(folder, size)
-    paths, forecast, tuned_on = choose_tree(folder, size)
+        return choose_dynamic(folder, size, rows)
+    paths, forecast, tuned_on = choose_tree(folder, size, rows)
     return StaticTree(paths=paths), forecast, tuned_on
 
 
-def choose_tree(folder: Path, size: int | str) -> tuple[list[TreePath], dict[str, Any], TunedOn]:
+def choose_tree(folder: Path, size: int | str, rows: int = 1) -> tuple[list[TreePath], dict[str, Any], TunedOn]:
     """The tuned static tree of `size` nodes (root included; "auto": the best size), its forecast, and the device and
     dtype that it was tuned on; untuned, a chain.
 
     Of a size that was not tuned, the next smaller one. Raises HeadError where the file cannot be used.
     """
-    stored = read_trees(folder)
+    stored = read_trees(folder, rows)
     if not stored:
         depth = trained_depth(folder)
         return chain_paths(depth if size == "auto" else min(depth, int(size) - 1)), {}, None
@@ -137,9 +142,9 @@ def choose_tree(folder: Path, size: int | str) -> tuple[list[TreePath], dict[str
         raise _no_file_of_trees(folder, error) from None
 
 
-def choose_dynamic(folder: Path, size: int | str) -> tuple[DynamicTree, dict[str, Any], TunedOn]:
+def choose_dynamic(folder: Path, size: int | str, rows: int = 1) -> tuple[DynamicTree, dict[str, Any], TunedOn]:
     """The same for dynamic trees: depth and width as tuned for this size, or as good as any where none was tuned."""
-    stored = read_trees(folder)
+    stored = read_trees(folder, rows)
     if "dynamic" not in stored:
         nodes = 2 * UNTUNED_WIDTH if size == "auto" else int(size)
         depth = max(1, min(UNTUNED_DEPTH, nodes - 1))
@@ -161,8 +166,9 @@ def trained_depth(folder: Path) -> int:
     return max(config.most_unrolled_steps, UNTUNED_CHAIN)
 
 
-def read_trees(folder: Path) -> dict[str, Any]:
-    """What tuning wrote beside the head; empty where it did not."""
+def read_trees(folder: Path, rows: int = 1) -> dict[str, Any]:
+    """What tuning wrote beside the head, for so many rows at a time or the next smaller number that was tuned (else
+    the first that was); empty where nothing was."""
     path = folder / TREES
     if not path.is_file():
         return {}
@@ -172,7 +178,12 @@ def read_trees(folder: Path) -> dict[str, Any]:
         raise _no_file_of_trees(folder, error) from None
     if not isinstance(stored, dict) or not stored:
         raise _no_file_of_trees(folder, TypeError("no object"))
-    return stored
+    try:
+        others = {int(number): trees for number, trees in stored.get("by_rows", {}).items()}
+        known = {int(stored.get("rows", 1)): stored} | others
+    except (ValueError, TypeError, AttributeError) as error:
+        raise _no_file_of_trees(folder, error) from None
+    return known[max((number for number in known if number <= rows), default=next(iter(known)))]
 
 
 def _of_size(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +57,16 @@ def run(
         overrides = [*overrides, f"eval.prompts=[{source}]"]
     trained = open_trained(head, target, overrides=overrides, device=device, dtype=dtype)
     names = list(dict.fromkeys(drafters or (["head"] if head else [PLAIN])))
-    plans = [
-        plan_drafter(name, trained.head, trained.recipe.eval.tree, allow_other_target)
-        for name in names
-        if name != PLAIN
-    ]
+    drafted, size = [name for name in names if name != PLAIN], trained.recipe.eval.tree
+    plans = {
+        rows: [plan_drafter(name, trained.head, size, allow_other_target, rows) for name in drafted]
+        for rows in trained.recipe.eval.batch_size
+    }
     folder = Path(output) if output else _default_folder(trained, names, bench)
     folder.mkdir(parents=True, exist_ok=True)  # a place that cannot be written shows before the work, not after it
     refuse_unwritable(folder)
     if 0 in trained.recipe.eval.temperature:
-        for plan in plans:
+        for plan in next(iter(plans.values())):
             if isinstance(plan.plan, SampledChain):
                 print(f"note: at temperature 0 {plan.name} draws nothing; it drafts the likeliest tokens")
     report = measure(trained, plans)
@@ -76,31 +76,54 @@ def run(
     return report
 
 
-def measure(trained: Trained, plans: Sequence[DrafterPlan]) -> Report:
-    """The report of the first plan (of plain decoding alone, if there is none) at the first temperature; the other
-    drafters and temperatures are rows in its details."""
+def measure(trained: Trained, plans: Mapping[int, Sequence[DrafterPlan]]) -> Report:
+    """The report of the first plan (of plain decoding alone, if there is none), at the first number of rows and the
+    first temperature; the other drafters, temperatures and numbers of rows are lines in its details.
+
+    plans: the same drafters for every number of rows that are decoded at a time.
+    """
     recipe, target = trained.recipe, trained.target
     make_faster(target)
-    contenders = {plan.name: Contender(plan.make(target), plan.budget) for plan in plans}
     questions = choose(load_questions(recipe, target.tokenizer), recipe.eval.num_prompts)
-    temperatures = [float(temperature) for temperature in recipe.eval.temperature]
-    reports: dict[float, dict[str, Report]] = {}
-    for temperature in temperatures:
-        measured = _decode(trained, contenders, questions, temperature)
-        reports[temperature] = {
-            plan.name: _report(trained, plan, contenders[plan.name], measured, temperature) for plan in plans
-        } or {PLAIN: _report(trained, None, Contender(NoDraft(), 1), measured, temperature)}
-    by_name = reports[temperatures[0]]
-    first, report = next(iter(by_name.items()))
-    report["details"]["drafters"] = [line(_without_path(name), one) for name, one in by_name.items()]
-    report["details"]["temperatures"] = [
-        line(f"temperature {temperature:g}", each[first]) for temperature, each in reports.items()
-    ]
+    first_rows, *more_rows = plans
+    first_temperature, *more_temperatures = map(float, recipe.eval.temperature)
+
+    def reports(rows: int, temperatures: Sequence[float]) -> list[dict[str, Report]]:
+        contenders = {plan.name: Contender(plan.make(target), plan.budget) for plan in plans[rows]}
+        found = []
+        for temperature in temperatures:
+            measured = _decode(trained, contenders, questions, temperature, rows)
+            checked = rows == first_rows and temperature == 0
+            found.append(
+                {
+                    plan.name: _report(trained, plan, contenders[plan.name], measured, temperature, rows, checked)
+                    for plan in plans[rows]
+                }
+                or {PLAIN: _report(trained, None, Contender(NoDraft(), 1), measured, temperature, rows, False)}
+            )
+        return found
+
+    by_temperature = reports(first_rows, [first_temperature, *more_temperatures])
+    by_rows = [by_temperature[0], *(reports(rows, [first_temperature])[0] for rows in more_rows)]
+    _, report = next(iter(by_temperature[0].items()))
+    labels = ["temperature " + f"{one:g}" for one in (first_temperature, *more_temperatures)]
+    report["details"]["drafters"] = [line(_without_path(name), one) for name, one in by_temperature[0].items()]
+    report["details"]["temperatures"] = _lines(labels, by_temperature)
+    report["details"]["batches"] = _lines([f"{rows} at a time" for rows in plans], by_rows)
     return report
 
 
+def _lines(labels: Sequence[str], reports: Sequence[dict[str, Report]]) -> list[dict[str, Any]]:
+    """A line for each drafter under each label; the label alone says it where there is one drafter."""
+    return [
+        line(label if len(each) == 1 else f"{_without_path(name)}, {label}", each[name])
+        for name in reports[0]
+        for label, each in zip(labels, reports, strict=True)
+    ]
+
+
 def _decode(
-    trained: Trained, contenders: dict[str, Contender], questions: Sequence[Question], temperature: float
+    trained: Trained, contenders: dict[str, Contender], questions: Sequence[Question], temperature: float, rows: int
 ) -> Measurement:
     settings = trained.recipe.eval
     total = sum(len(question.turns) for question in questions)
@@ -112,7 +135,7 @@ def _decode(
             trained.renderer,
             max_new_tokens=settings.max_new_tokens,
             settings=SamplingSettings(temperature=temperature, seed=trained.recipe.seed),
-            batch_size=settings.batch_size,
+            batch_size=rows,
             transformers_questions=TRANSFORMERS_QUESTIONS,
             progress=lambda tokens: progress.add(1, tokens),
         )
@@ -125,10 +148,17 @@ def _decode(
 
 
 def _report(
-    trained: Trained, plan: DrafterPlan | None, contender: Contender, measured: Measurement, temperature: float
+    trained: Trained,
+    plan: DrafterPlan | None,
+    contender: Contender,
+    measured: Measurement,
+    temperature: float,
+    rows: int,
+    check: bool,
 ) -> Report:
+    """check: whether identity is checked beyond comparing the texts as they were measured."""
     recipe, name = trained.recipe, plan.name if plan else PLAIN
-    checked = check_identity(trained, plan, measured) if plan and temperature == 0 else None
+    checked = check_identity(trained, plan, measured) if plan and check else None
     return build_report(
         summarise(measured, name),
         title=f"{recipe.name if trained.run else _without_path(trained.target.name)}: {_without_path(name)}",
@@ -141,7 +171,7 @@ def _report(
             "tree": plan.tree if plan else None,
             "temperature": temperature,
             "max_new_tokens": recipe.eval.max_new_tokens,
-            "batch_size": recipe.eval.batch_size,
+            "batch_size": rows,
             "questions": len({answer.question.question_id for answer in measured.answers}),
             "prompts": [f"{_without_path(source.source)} ({source.split})" for source in recipe.eval.prompts]
             or "held out in training",

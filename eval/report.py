@@ -71,14 +71,22 @@ def build_report(
         "settings": settings,
         "drafters": [],
         "temperatures": [],
+        "batches": [],
     }
     return {key: values[key] for key in HEADLINE} | {"details": figures["details"] | more}
 
 
 def line(name: str, report: Report) -> dict[str, Any]:
     """A report as one row of a table that compares several."""
-    keys = [key for key in HEADLINE if key not in ("memory", "environment")]
-    return {"name": name, **{key: report[key] for key in keys}}
+    keys, details = [key for key in HEADLINE if key not in ("memory", "environment")], report["details"]
+    return {
+        "name": name,
+        **{key: report[key] for key in keys},
+        "draft_acceptance": details["acceptance"]["draft_acceptance"],
+        "conditional": [row["conditional"] for row in details["per_depth"]],
+        "seconds_per_step": details["seconds_per_step"]["drafted"],
+        "identity_holds": None if details["identity"] is None else details["identity"]["passed"],
+    }
 
 
 def write_report(report: Report, folder: Path) -> list[Path]:

@@ -108,8 +108,8 @@ def _rates(answers: Sequence[Answer], arm: str) -> dict[str, float | None]:
 
 
 def _transformers_rate(asked: Sequence[Answer]) -> float | None:
-    pairs = [answer.transformers for answer in asked if answer.transformers is not None]
-    return ratio(sum(tokens for tokens, _ in pairs), sum(seconds for _, seconds in pairs))
+    known = [answer.transformers for answer in asked if answer.transformers is not None]
+    return ratio(sum(one.tokens for one in known), sum(one.seconds for one in known))
 
 
 def _speedup(answers: Sequence[Answer], drafter: str) -> float | None:

@@ -9,6 +9,8 @@ from typing import Any
 from headstart.eval.acceptance import Number
 
 Report = dict[str, Any]
+DEPTHS_SHOWN = 5
+"""In a table of several drafters."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ def tables(report: Report) -> list[Table]:
         _identity(details["identity"]),
         _several("All drafters", details["drafters"]),
         _several("By temperature", details["temperatures"]),
+        _several("By rows decoded at a time", details["batches"]),
         _prompts(details["prompts"]),
         _pairs("Settings", details["settings"]),
         _pairs("Environment", report["environment"]),
@@ -173,17 +176,22 @@ def _identity(identity: dict[str, Any] | None) -> Table:
 
 
 def _several(title: str, rows: list[dict[str, Any]]) -> Table:
+    """By depth: of the steps that accepted all drafts before it, the share that accepted this one."""
     return Table(
         title,
-        ["", "speedup", "acceptance length", "drafted tok/s", "plain tok/s", "identical"],
+        ["", "speedup", "acceptance length", "by depth", "draft ms", "verify ms", "drafted tok/s", "plain tok/s"]
+        + ["same text", "identity"],
         [
             [
                 row["name"],
                 _with(row["speedup"], row["speedup_interval"]),
                 _with(row["acceptance_length"], row["acceptance_length_interval"]),
+                " ".join(number(share).lstrip("0") for share in row["conditional"][:DEPTHS_SHOWN]) or "-",
+                *(_milliseconds(row["seconds_per_step"][part]) for part in ("draft", "verify")),
                 _figure(row["drafted_tokens_per_second"]),
                 _figure(row["plain_tokens_per_second"]),
                 f"{row['identical_outputs']} of {row['compared_outputs']}",
+                {True: "holds", False: "FAILS", None: "not checked"}[row["identity_holds"]],
             ]
             for row in rows
         ]

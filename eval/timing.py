@@ -19,7 +19,7 @@ from headstart.decode.engine import WIDTHS, Engine, StepRecord
 from headstart.decode.sampling import SamplingSettings
 from headstart.eval.memory import MemoryWatch
 from headstart.eval.prompts import Question
-from headstart.eval.transformers_arm import TransformersArm
+from headstart.eval.transformers_arm import Generated, TransformersArm
 from headstart.target import Target
 
 PLAIN = "none"
@@ -71,8 +71,8 @@ class Answer:
     """Questions decoded together: what the bootstrap draws. With a batch size of 1, one question with its turns."""
     prompt_ids: list[int]
     arms: dict[str, Timed]
-    transformers: tuple[int, float] | None = None
-    """By `transformers.generate`, where it was asked: tokens after the first, and the seconds they took."""
+    transformers: Generated | None = None
+    """By `transformers.generate`, where it was asked."""
 
 
 @dataclass
@@ -144,7 +144,7 @@ def time_arms(
                         group=group,
                         prompt_ids=list(one.prompt_ids),
                         arms={name: timed[name][key] for name in engines},
-                        transformers=asked.time(one, clock) if asked else None,
+                        transformers=asked.generate(one, clock) if asked else None,
                     )
                 )
                 plain = timed[PLAIN][key].token_ids
@@ -202,4 +202,4 @@ def _warm_up(engines: Mapping[str, Engine], requests: list[Request], transformer
         list(widened.generate([replace(request, max_new_tokens=2) for request in requests[:1]]))
     if transformers_arm is not None:
         for request in requests:
-            transformers_arm.time(request, time.perf_counter)
+            transformers_arm.generate(request, time.perf_counter)

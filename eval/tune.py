@@ -5,7 +5,8 @@ headstart tune --head runs/quickstart
 Measures the cost of a step for every width, ranks the held-out answers' tokens under the head, grows a tree of every
 size and keeps the one with the highest forecast: tokens per step over seconds per step. For a head that reads its own
 states the same is done with dynamic trees, whose depth and width are tuned for every size, and the better of the two
-kinds is kept. `trees.json` beside the head holds all sizes of both, so that another device can choose again.
+kinds is kept. `trees.json` beside the head holds all sizes of both, so that another device can choose again. All of it
+is done for every number of rows in `eval.batch_size`, since more rows at a time leave less to gain from wide trees.
 """
 
 from __future__ import annotations
@@ -80,18 +81,24 @@ def run(
     depth = tree_depth(module)
     drafting = copy.deepcopy(module).to(model.device, model.dtype).eval()
     answers = [rank_answer(drafting, model, text, depth=depth) for text in texts]
-    costs = measure_costs(model)
-    draft_costs = measure_draft_costs(module, model, depth, grow_tree(answers, 16))
-    forecasts, dynamic = tune(answers, costs, draft_costs), {}
+    grown = {}
     if isinstance(module, UnrolledHead):
-        assert isinstance(draft_costs, DraftCosts)
         grown = {width: grow_rows(module, model, texts, depth=depth, width=width) for width in WIDTHS}
-        dynamic = tune_dynamic(grown, costs, draft_costs)
-    trees = as_json(forecasts, dynamic, costs, draft_costs, len(answers))
+    by_rows = {}
+    for rows in trained.recipe.eval.batch_size:
+        costs = measure_costs(model, rows=rows)
+        draft_costs = measure_draft_costs(module, model, depth, grow_tree(answers, 16), rows=rows)
+        forecasts, dynamic = tune(answers, costs, draft_costs), {}
+        if grown:
+            assert isinstance(draft_costs, DraftCosts)
+            dynamic = tune_dynamic(grown, costs, draft_costs)
+        show(forecasts, dynamic, costs, draft_costs, Console())
+        if not by_rows and (advice := dtype_advice(model, forecasts, costs)):
+            print(advice)
+        by_rows[rows] = as_json(forecasts, dynamic, costs, draft_costs, len(answers))
+    first, *others = by_rows
+    trees = by_rows[first] | ({"by_rows": {str(rows): by_rows[rows] for rows in others}} if others else {})
     _write(trained.head / TREES, trees)
-    show(forecasts, dynamic, costs, draft_costs, Console())
-    if advice := dtype_advice(model, forecasts, costs):
-        print(advice)
     print(trained.head / TREES)
     return trees
 
@@ -127,9 +134,11 @@ def as_json(
     draft_costs: float | DraftCosts,
     num_answers: int,
 ) -> dict[str, Any]:
-    """What `trees.json` holds: per size the tree and its forecast, the best size, and what it was chosen by; the same
-    under `dynamic` where such trees were tuned, and then `plan`, the better of the two kinds."""
+    """What `trees.json` holds for one number of rows: per size the tree and its forecast, the best size, and what it
+    was chosen by; the same under `dynamic` where such trees were tuned, and then `plan`, the better of the two kinds.
+    """
     trees: dict[str, Any] = {
+        "rows": costs.rows,
         "device": costs.device,
         "dtype": costs.dtype,
         "context_length": costs.context_length,
@@ -183,8 +192,9 @@ def show(
         if isinstance(draft_costs, DraftCosts)
         else f"drafting {draft_costs * 1e3:.1f} ms"
     )
+    each, ms = "" if costs.rows == 1 else f" for each of {costs.rows} rows", costs.at(1) * 1e3
     console.print(
-        f"one step of one token takes {costs.at(1) * 1e3:.1f} ms at about {costs.context_length} tokens of context, "
+        f"one step of one token{each} takes {ms:.1f} ms at about {costs.context_length} tokens of context, "
         f"{drafting} ({costs.device}, {costs.dtype})"
     )
     table = Table(box=None)

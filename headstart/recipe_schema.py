@@ -228,8 +228,11 @@ class EvalSection(Config):
     )
     """Each of these is measured; 0 is greedy. A number alone is a list of one."""
 
-    batch_size: int = Field(default=1, ge=1)
-    """Prompts decoded at once. Speculative decoding gains most at 1, where the device waits for memory."""
+    batch_size: Annotated[list[Annotated[int, Field(ge=1)]], BeforeValidator(_one_or_more)] = Field(
+        default=[1], min_length=1
+    )
+    """Prompts decoded at once; each of these is measured, the first in full, and `headstart tune` finds trees for each.
+    A number alone is a list of one. Speculative decoding gains most at 1, where the device waits for memory."""
 
     tree: Literal["auto"] | Annotated[int, Field(ge=1)] = "auto"
     """Nodes of the drafted tree, root included; auto: the size tuned for this head on this device."""

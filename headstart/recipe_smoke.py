@@ -33,7 +33,6 @@ _AT_MOST = {
     "logging.every": 1,
     "eval.num_prompts": 3,
     "eval.max_new_tokens": 16,
-    "eval.batch_size": 2,
 }
 _REPLACED = {
     "target.dtype": "float32",
@@ -51,6 +50,7 @@ _REPLACED = {
     "train.cpu_seconds": None,
     "train.dtype": "float32",
     "train.world_size": "any",
+    "eval.batch_size": [1],
     "logging.trackers": [],
 }
 _TRAIN = [{"source": "bundled:chats", "split": "train", "limit": 48}]

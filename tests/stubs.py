@@ -7,11 +7,13 @@ Engine(target, drafter).generate(Request(prompt_ids=prompts[i], request_id=i, ..
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from transformers import (
     GenerationConfig,
@@ -24,6 +26,7 @@ from transformers import (
 from headstart.decode.cache import KVCache
 from headstart.decode.drafters.base import NoDraft, Rows
 from headstart.decode.tree import Path, TokenTree, Topology
+from headstart.target import Target
 
 Guess = Callable[[int, int, int, int], int]
 """(position in the answer, rank among siblings, number of siblings, the target's own token there) -> drafted token."""
@@ -189,6 +192,17 @@ def plain_answers(
             ends = [place for place, token in enumerate(answer) if token in end_token_ids]
             answers[index] = answer[: ends[0] + 1] if ends else answer
     return answers
+
+
+@functools.lru_cache
+def half_right(family: str = "llama") -> Target:
+    """A tiny target with some noise in its weights, to draft for it."""
+    copy, generator = tiny.target(family, dtype=torch.float64), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in copy.model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter += 0.03 * parameter.std() * noise
+    return copy
 
 
 def prompts_of(lengths: Sequence[int], vocab: int, seed: int = 0) -> list[list[int]]:

@@ -86,17 +86,6 @@ def test_a_copy_of_the_target_is_always_right():
             assert max(step.depth for step in one.steps) == 4
 
 
-@functools.lru_cache
-def half_right() -> Target:
-    """The target with some noise in its weights."""
-    copy = tiny.target("llama", dtype=torch.float64)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in copy.model.parameters():
-        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        parameter.data += 0.03 * parameter.std() * noise
-    return copy
-
-
 class Forgetful(ModelDrafter):
     """Reads the whole text anew for every proposal: what a cache that is cut back rightly equals."""
 
@@ -111,7 +100,7 @@ def test_the_cache_is_cut_back_to_the_text(settings):
     """Step by step, in any batch, as many drafts are accepted as by a drafter that remembers nothing."""
     records = []
     for drafter, batch_size in [(ModelDrafter, 1), (ModelDrafter, 3), (Forgetful, 1), (Forgetful, 8)]:
-        done = decode(drafter(half_right(), target(), 4), batch_size, settings)
+        done = decode(drafter(stubs.half_right(), target(), 4), batch_size, settings)
         records.append([[(step.depth, step.accepted) for step in one.steps] for one in done])
     assert records[0] == records[1] == records[2] == records[3]
     accepted = [count for steps in records[0] for _, count in steps]

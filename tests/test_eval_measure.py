@@ -148,6 +148,29 @@ def test_another_size_of_tree_has_no_forecast(run_folder, prompts, tmp_path):
     assert "By temperature" in (tmp_path / "report.md").read_text()
 
 
+def test_every_drafter_has_a_line_by_temperature_and_by_rows_at_a_time(target_folder, prompts, tmp_path):
+    report = measure.run(
+        target=str(target_folder),
+        drafters=["none", "ngram"],
+        bench=str(prompts),
+        overrides=[*SMALL, "eval.temperature=[0.0, 1.0]", "eval.batch_size=[1, 3]"],
+        output=str(tmp_path),
+        device="cpu",
+        dtype="float32",
+    )
+    details = report["details"]
+    assert [row["name"] for row in details["temperatures"]] == ["temperature 0", "temperature 1"]
+    alone, together = details["batches"]
+    assert (alone["name"], together["name"]) == ("1 at a time", "3 at a time")
+    assert alone["acceptance_length"] == together["acceptance_length"] == report["acceptance_length"]
+    assert alone["identical_outputs"] == together["identical_outputs"] == report["compared_outputs"]
+    assert alone["identity_holds"] is True and together["identity_holds"] is None
+    assert alone["conditional"] == [row["conditional"] for row in details["per_depth"]]
+    assert details["settings"]["batch_size"] == 1 and alone["seconds_per_step"]["verify"] > 0
+    text = (tmp_path / "report.md").read_text()
+    assert "By rows decoded at a time" in text and "not checked" in text
+
+
 def test_plain_decoding_alone_has_a_report(target_folder, prompts, tmp_path):
     report = measure.run(
         target=str(target_folder), bench=str(prompts), overrides=SMALL, output=str(tmp_path), device="cpu"

@@ -82,6 +82,21 @@ def test_the_forecast_follows_from_costs_and_acceptance(trees):
     assert trees["forecast"]["speedup"] == max(figures["speedup"] for figures in trees["forecasts"].values())
 
 
+def test_trees_are_tuned_for_every_number_of_rows(tmp_path, capsys):
+    run_folder = make_run(tmp_path, tiny.target("llama"), head_cases.head_for(tiny.target("llama"), num_heads=2))
+    trees = tune.run(str(run_folder), overrides=["eval.batch_size=[1, 2, 4]"])
+    assert trees["rows"] == 1 and list(trees["by_rows"]) == ["2", "4"]
+    assert "for each of 4 rows" in capsys.readouterr().out
+    for rows, one in (("2", trees["by_rows"]["2"]), ("4", trees["by_rows"]["4"])):
+        assert one["rows"] == int(rows) and one["step_seconds"]["1"] > 0 and one["choices"] == trees["choices"]
+    stored = run_folder / "head/trees.json"
+    trees["by_rows"]["2"]["best"], trees["by_rows"]["4"]["best"] = 3, 4
+    trees["best"] = 2
+    stored.write_text(json.dumps(trees))
+    sizes = {rows: 1 + len(choose_tree(run_folder / "head", "auto", rows)[0]) for rows in (1, 2, 3, 4, 9)}
+    assert sizes == {1: 2, 2: 3, 3: 3, 4: 4, 9: 4}, "the next smaller number of rows that was tuned"
+
+
 def test_dynamic_trees_are_tuned_beside_static_ones(eagle_run, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")  # or the headings of the table are broken into lines
     trees = tune.run(str(eagle_run))

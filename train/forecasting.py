@@ -100,14 +100,14 @@ def tree_depth(head: Head) -> int:
 
 
 def measure_draft_costs(
-    head: Head, target: Target, depth: int, paths: Sequence[Path], *, quick: bool = False
+    head: Head, target: Target, depth: int, paths: Sequence[Path], *, rows: int = 1, quick: bool = False
 ) -> float | DraftCosts:
-    """Seconds of drafting, as `decode.cost.tune` takes them: by level for a head that runs once per level, else those
-    of the tree `paths`, which are much the same for every tree. quick: fewer widths and steps."""
+    """Seconds of drafting for `rows` rows, as `decode.cost.tune` takes them: by level for a head that runs once per
+    level, else those of the tree `paths`, which are much the same for every tree. quick: fewer widths and steps."""
     if not isinstance(head, UnrolledHead):
-        return measure_drafting(head, target, paths)
+        return measure_drafting(head, target, paths, rows=rows)
     return (
-        measure_levels(head, target, widths=(1, 4), depth=depth, steps=5)
+        measure_levels(head, target, widths=(1, 4), depth=depth, steps=5, rows=rows)
         if quick
-        else measure_levels(head, target, depth=depth)
+        else measure_levels(head, target, depth=depth, rows=rows)
     )
