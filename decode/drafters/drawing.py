@@ -1,5 +1,5 @@
-"""Drawing drafts, a level or a whole chain, once, for every drafter that draws: so that what the rejection rule divides by
-is the very distribution that the draft came from."""
+"""Drawing drafts, a level or a whole chain, once, for every drafter that draws: so that what the rejection rule divides
+by is the very distribution that the draft came from."""
 
 from __future__ import annotations
 
