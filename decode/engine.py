@@ -23,7 +23,7 @@ from headstart.decode.attention import IMPLEMENTATION, prefill_mask, tree_mask
 from headstart.decode.cache import KVCache
 from headstart.decode.drafters.base import Committed, Drafter, Request, Rows, take
 from headstart.decode.processors import Text, text_processors
-from headstart.decode.tree import TokenTree
+from headstart.decode.tree import TokenTree, VerifyFrom
 from headstart.decode.verify import Verified, verify
 from headstart.errors import HeadstartError
 from headstart.target import Features, Target
@@ -230,14 +230,21 @@ class Engine:
     # -- one step ----------------------------------------------------------------------------------------------------
 
     def _forward(
-        self, tokens: Int[Tensor, "batch nodes"], allowed: Tensor, distance: Tensor, positions: Tensor
+        self,
+        tokens: Int[Tensor, "batch nodes"],
+        allowed: Tensor,
+        distance: Tensor,
+        positions: Tensor,
+        done: VerifyFrom | None = None,
     ) -> Features:
         mask = self.target.masks(allowed, distance)
         for one in mask.values() if isinstance(mask, dict) else [mask]:
             self.mask_bytes = max(self.mask_bytes, one.numel() * one.element_size())
         # Padding and nodes past the limit may stand past the last position that the model knows; they are never read.
         positions = positions.clamp(max=self.target.max_positions - 1)
-        return self.target.forward(tokens, positions, mask, cache=self.cache.as_transformers, layers=self.drafter.wants)
+        start = None if done is None else (done.layer, done.states)
+        cache, wants = self.cache.as_transformers, self.drafter.wants
+        return self.target.forward(tokens, positions, mask, cache=cache, layers=wants, start=start)
 
     @torch.no_grad()
     def _step(self) -> list[Generation]:
@@ -249,7 +256,8 @@ class Engine:
 
         lengths = torch.tensor(cache.lengths, device=rows.device)
         cache.begin(0, len(rows))
-        features = self._forward(tree.tokens, *tree_mask(tree.topology, lengths, cache.key_length(tree.num_nodes)))
+        mask = tree_mask(tree.topology, lengths, cache.key_length(tree.num_nodes))
+        features = self._forward(tree.tokens, *mask, tree.verify_from)
         logits = self.target.output.logits(features.final)
         settings = [request.settings for request in rows.requests]
         numbers = self._next_uniforms(tree), *self._next_trials(tree)

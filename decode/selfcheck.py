@@ -8,6 +8,8 @@ that cannot be rolled back).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -16,7 +18,7 @@ from headstart.decode.attention import IMPLEMENTATION, prefill_mask, tree_mask
 from headstart.decode.cache import KVCache
 from headstart.decode.tree import Topology
 from headstart.errors import TargetError
-from headstart.target import Target
+from headstart.target import Features, Target
 
 # The largest error that is taken for rounding, in standard deviations of the logits: at least FLOOR, or NOISE times
 # what one model's own forwards of different batch shapes differ by.
@@ -70,6 +72,42 @@ def check_target(target: Target) -> None:
                 "models whose attention ignores a custom mask or explicit positions are not supported"
             )
     target.checked = True
+
+
+@torch.no_grad()
+def check_parts(target: Target, layer: int) -> None:
+    """Raises TargetError where running the first `layer` layers, and later the others from their states, is not the
+    same as running all at once: say, because layers read the keys of an earlier one."""
+    prefix, tokens, _ = _fixed_tokens(target)
+    device = torch.device(target.device)
+    cache = KVCache(target.num_layers, slots=1, capacity=len(prefix) + len(tokens))
+    cache.join(1)
+
+    def forward(tokens: list[int], offset: int, **part: Any) -> Features:
+        cache.begin(0, 1)
+        allowed, distance, positions = prefill_mask(offset, len(tokens), 1, device)
+        ids, masks = torch.tensor([tokens], device=device), target.masks(allowed, distance)
+        return target.forward(ids, positions, masks, cache=cache.as_transformers, **part)
+
+    refused = f"{target.name} ({target.model.config.model_type}) cannot be verified from layer {layer} on"
+    other = "take another drafter than its first layers"
+    try:
+        forward(prefix, 0)
+        cache.extend(0, len(prefix))
+        whole = forward(tokens, len(prefix)).final
+        lower = forward(tokens, len(prefix), layers=[layer], stop=layer)
+        parted = forward(tokens, len(prefix), start=(layer, lower.taps[layer])).final
+    except TargetError:
+        raise
+    except Exception as error:  # as in `check_target`
+        raise TargetError(
+            f"{refused}: running its layers in two parts failed with {type(error).__name__}: {_first_line(error)}; "
+            f"{other}"
+        ) from error
+    theirs, ours = (target.output.logits(states).double() for states in (whole, parted))
+    found = float((ours - theirs).abs().mean() / theirs.std().clamp(min=1e-12))
+    if not found <= FLOOR[target.dtype]:
+        raise TargetError(f"{refused}: its logits then differ by {found:.2g} standard deviations; {other}")
 
 
 def _fixed_tokens(target: Target) -> tuple[list[int], list[int], int]:

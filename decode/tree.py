@@ -147,6 +147,19 @@ class DrawnFrom:
 
 
 @dataclass(frozen=True, eq=False)
+class VerifyFrom:
+    """What the target's own lower layers made of a tree's nodes while it was drafted: verifying it goes on from there.
+
+    The keys and values of those layers stand behind each row's length in the target's cache, in node order.
+    """
+
+    layer: int
+    """Layers that are done."""
+    states: Float[Tensor, "batch nodes dim"]
+    """HF[layer] of every node."""
+
+
+@dataclass(frozen=True, eq=False)
 class TokenTree:
     """A batch of candidate trees."""
 
@@ -155,6 +168,8 @@ class TokenTree:
     topology: Topology
     drawn: DrawnFrom | None = None
     """Where tokens were drawn and not chosen; then every tree of the batch is a chain."""
+    verify_from: VerifyFrom | None = None
+    """Where the drafter has run the target's first layers over the very nodes, the root among them."""
 
     @property
     def num_nodes(self) -> int:
@@ -164,5 +179,7 @@ class TokenTree:
         extra = width - self.num_nodes
         if extra <= 0:
             return self
-        tokens = torch.nn.functional.pad(self.tokens, (0, extra))
-        return TokenTree(tokens, self.topology.padded(width), self.drawn)
+        tokens, done = torch.nn.functional.pad(self.tokens, (0, extra)), self.verify_from
+        if done is not None:
+            done = VerifyFrom(done.layer, torch.nn.functional.pad(done.states, (0, 0, 0, extra)))
+        return TokenTree(tokens, self.topology.padded(width), self.drawn, done)

@@ -78,8 +78,14 @@ def fingerprint(target: Target) -> dict[str, Any]:
     )
 
 
-def check_fingerprint(stored: dict[str, Any], target: Target, allow_other_target: bool = False) -> None:
-    """Compares a stored fingerprint with this target.
+def check_fingerprint(
+    stored: dict[str, Any],
+    target: Target,
+    allow_other_target: bool = False,
+    *,
+    made: str = "the head was trained on",
+) -> None:
+    """Compares a stored fingerprint with this target. made: what was made with the target of the fingerprint.
 
     Another shape is always refused; another configuration, tokenizer or weights is refused unless `allow_other_target`,
     and is then warned of once. The message names the first differences.
@@ -88,13 +94,13 @@ def check_fingerprint(stored: dict[str, Any], target: Target, allow_other_target
     trained_on = stored.get("name", "an unnamed target")
     shape = _differences(stored, current, ("shape",))
     if shape:
-        raise TargetError(f"the head was trained on {trained_on}, and {target.name} has another shape: {shape}")
+        raise TargetError(f"{made} {trained_on}, and {target.name} has another shape: {shape}")
     rest = _differences(stored, current, ("config", "tokenizer", "weights"))
     if not rest:
         return
-    message = f"the head was trained on {trained_on}, and {target.name} differs from it: {rest}"
+    message = f"{made} {trained_on}, and {target.name} differs from it: {rest}"
     if not allow_other_target:
-        raise TargetError(f"{message}; give the target it was trained on, or --allow-other-target")
+        raise TargetError(f"{message}; give that target, or --allow-other-target")
     warn(f"{message}; used all the same, as asked")
 
 

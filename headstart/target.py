@@ -10,7 +10,7 @@ Nothing here changes the model: its code, its weights and its output distributio
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from transformers import (
 
 from headstart.architecture import compare_architecture
 from headstart.borrowed import Embedding, OutputHead, check_borrowed, output_module, weight_of, weight_shape
+from headstart.bypass import Bypass, unchanged
 from headstart.errors import TargetError
 from headstart.fingerprint import check_fingerprint, fingerprint
 from headstart.loading import load_model, load_tokenizer, parse_device, parse_dtype
@@ -132,26 +133,43 @@ class Target:
         attention_mask: Tensor | dict[str, Tensor] | None,
         cache: Cache | None = None,
         layers: Sequence[int] = (),
+        *,
+        start: tuple[int, Float[Tensor, "batch seq dim"]] | None = None,
+        stop: int | None = None,
     ) -> Features:
         """One forward of the decoder, without logits. The caller sets no_grad or inference_mode.
 
         attention_mask: from `masks`; None is plain causal attention. cache: filled in place. layers: which HF[k].
+        start: (k, HF[k] of these very tokens) leaves out the k layers that came before it. stop: the layers behind
+        HF[stop] are left out, and `final` is the final norm of HF[stop].
         """
-        wrong = [k for k in layers if not 0 <= k <= self.num_layers]
+        first, last = start[0] if start else 0, self.num_layers if stop is None else stop
+        wrong = [k for k in layers if not first <= k <= last]
         if wrong:
-            raise TargetError(f"layer {wrong[0]} was asked for, {self.name} has HF[0] to HF[{self.num_layers}]")
+            raise TargetError(f"layer {wrong[0]} was asked for, {self.name} has HF[{first}] to HF[{last}] here")
         arguments = self._arguments(position_ids=position_ids, attention_mask=attention_mask, cache=cache)
         taps = sorted({k for k in layers if k < self.num_layers})
-        if self._selects_states:
-            selection = {"output_hidden_states": taps} if taps else {}
-            output = self.decoder(input_ids=input_ids, **arguments, **selection)
-            states = {k: output.hidden_states[k] for k in taps}
-        else:
-            with _TapHooks(self._run_layers, taps) as states:
-                output = self.decoder(input_ids=input_ids, **arguments)
+        with Bypass(self._left_out(start, last)):
+            if self._selects_states:
+                selection = {"output_hidden_states": taps} if taps else {}
+                output = self.decoder(input_ids=input_ids, **arguments, **selection)
+                states = {k: output.hidden_states[k] for k in taps}
+            else:
+                with _TapHooks(self._run_layers, taps) as states:
+                    output = self.decoder(input_ids=input_ids, **arguments)
         if self.num_layers in layers:
             states[self.num_layers] = output.last_hidden_state
         return Features(output.last_hidden_state, states)
+
+    def _left_out(self, start: tuple[int, Tensor] | None, last: int) -> list[tuple[nn.Module, Callable[..., Tensor]]]:
+        """The layers that are not run, and what their calls give instead."""
+        layers = list(self._run_layers)
+        left_out: list[tuple[nn.Module, Callable[..., Tensor]]] = [(layer, unchanged) for layer in layers[last:]]
+        if start is not None:
+            first, states = start
+            left_out += [(layer, unchanged) for layer in layers[: first - 1]]
+            left_out.append((layers[first - 1], lambda *_, **__: states))
+        return left_out
 
     def _arguments(self, *, cache: Cache | None, **values: Any) -> dict[str, Any]:
         """The decoder's keyword arguments; one that it would not take is refused, not dropped."""

@@ -34,6 +34,7 @@ ORDER = (
         "headstart.architecture",
         "headstart.borrowed",
         "headstart.bundled",
+        "headstart.bypass",
         "headstart.fingerprint",
         "headstart.light_target",
         "headstart.loading",

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from headstart.decode.attention import IMPLEMENTATION, tree_mask
 from headstart.decode.cache import KVCache
-from headstart.decode.drafters.base import Committed, Rows
-from headstart.decode.drafters.drawing import draw_drafts
-from headstart.decode.tree import DrawnFrom, TokenTree, Topology
+from headstart.decode.drafters.base import Committed, NoDraft, Rows
+from headstart.decode.drafters.drawing import draw_chain
+from headstart.decode.tree import TokenTree, Topology
 from headstart.errors import HeadstartError
 from headstart.target import Target
 
@@ -55,29 +55,13 @@ class ModelDrafter:
         self._sure += [0] * (len(rows) - first)
 
     def propose(self, rows: Rows, budget: int) -> TokenTree:
-        device = rows.device
         wanted = min(self.length, budget - 1)
-        room = [self.model.max_positions - len(ids) for ids in rows.ids]
-        limits = [max(0, min(wanted, left)) for left in room]
-        most = max(limits)
-        chain = Topology.chain(most, device).expand(len(rows)).within(torch.tensor(limits, device=device))
-        if most == 0:
-            return TokenTree(torch.zeros_like(chain.parents), chain)
-        sampled = [not request.settings.greedy for request in rows.requests]
+        limits = [max(0, min(wanted, self.model.max_positions - len(ids))) for ids in rows.ids]
+        if max(limits) == 0:
+            return NoDraft().propose(rows, budget)
         self._cut_back(rows)
         logits = self._run([ids[len(read) :] for ids, read in zip(rows.ids, self._read, strict=True)])
-        drafted, drawn_from = [torch.zeros(len(rows), dtype=torch.long, device=device)], []
-        for depth in range(1, most + 1):
-            columns, probs = draw_drafts(logits, rows, [depth <= limit for limit in limits])
-            drafted.append(columns)
-            drawn_from.append(probs)
-            if depth < most:
-                logits = self._run([[token] for token in columns.tolist()])
-        tokens = torch.stack(drafted, dim=1)
-        if not any(sampled):
-            return TokenTree(tokens, chain)
-        ids = torch.arange(self.num_columns, device=device)
-        return TokenTree(tokens, chain, DrawnFrom(torch.stack(drawn_from, dim=1), ids, sampled))
+        return draw_chain(logits, rows, limits, lambda tokens: self._run([[token] for token in tokens.tolist()]))
 
     def commit(self, rows: Rows, first: int, committed: Committed) -> None:
         """A prompt is read as it comes in; what a step committed is read with the next proposal."""
