@@ -44,11 +44,12 @@ from headstart.decode.drafters.plans import chain_paths
 from headstart.decode.forecast import Recorded, rank_answer, record_rows
 from headstart.errors import HeadstartError, RecipeError, TrainingError, refuse_unwritable
 from headstart.eval.acceptance import Number, count_steps, loops
-from headstart.eval.drafters import TREES, plan_drafter
+from headstart.eval.drafters import plan_drafter
 from headstart.eval.intervals import bootstrap, ratio_interval, speedup_interval
 from headstart.eval.prompts import choose, load_questions
 from headstart.eval.timing import PLAIN, Answer, Contender, time_arms
 from headstart.eval.trained import Trained, find_head, open_trained
+from headstart.eval.trees import TREES
 from headstart.heads.base import Head
 from headstart.heads.configs import Eagle3Config, MedusaConfig
 from headstart.heads.store import load_head

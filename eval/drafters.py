@@ -1,42 +1,46 @@
-"""From the names on the command line to drafters (`ngram`, `head`, `head@chain3:RUN`), and the plan a head drafts by.
+"""From the names on the command line to drafters: `ngram`, `head@chain3:RUN`, `union:ngram+head:RUN`.
 
-`head` follows the plan that `headstart tune` found best. `head@PLAN` follows another one, so that one report can
-compare them; PLAN is `chainN` (N first choices), `treeN` or `dynamicN` (N nodes with the root, as tuned), or `drawnN`
-(a chain of N tokens drawn from the head's own distribution, for temperatures above 0).
+A name is KIND, KIND@PLAN, KIND:PLACE or KIND@PLAN:PLACE. Plans: `chainN` (N drafts one after the other), for heads also
+`treeN` or `dynamicN` (N nodes with the root, as tuned), and `drawnN` (a chain of N tokens drawn from the head's own
+distribution, for temperatures above 0).
+
+    none                    plain decoding
+    ngram                   what followed the text's last words before
+    model:MODEL             a smaller causal model with the target's tokenizer: hub id, folder, or run of train/draft.py
+    layer-skip@exitE        the target's first E layers (default: half of them)
+    layer-skip:RUN          the target without the blocks that a search found
+    head, head:RUN          a trained head; without RUN, that of --head
+    union:A+B               the trees of several drafters in one
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headstart.decode.decode_copy import make_faster
 from headstart.decode.drafters.base import Drafter
 from headstart.decode.drafters.heads import head_drafter
+from headstart.decode.drafters.layer_skip import EarlyExitDrafter, skipping_drafter
+from headstart.decode.drafters.model import ModelDrafter
 from headstart.decode.drafters.ngram import NgramDrafter
-from headstart.decode.drafters.plans import DynamicTree, Plan, SampledChain, StaticTree, chain_paths
+from headstart.decode.drafters.plans import Plan, StaticTree
+from headstart.decode.drafters.union import UnionDrafter
+from headstart.decode.skip_search import LONGEST
 from headstart.decode.tree import Path as TreePath
-from headstart.errors import HeadError, RecipeError
+from headstart.errors import RecipeError
 from headstart.eval.timing import PLAIN
 from headstart.eval.trained import find_head
-from headstart.heads.configs import HEADS, UnrolledConfig
-from headstart.heads.store import load_head, read_description
-from headstart.target import Target
+from headstart.eval.trees import TunedOn, check_number, choose_plan
+from headstart.heads.store import load_head
+from headstart.target import Target, load_target
 
-KNOWN = f"{PLAIN}, ngram, head or head:RUN, also with a plan: head@chain3, head@tree16, head@dynamic16, head@drawn3"
-PLANS = ("chain", "tree", "dynamic", "drawn")
-TREES = "trees.json"
-"""Beside a head: the trees that `headstart tune` found, by number of nodes, the best size, and the forecast."""
-UNTUNED_DEPTH, UNTUNED_WIDTH = 5, 4
-"""Of a dynamic tree where none was tuned."""
-UNTUNED_CHAIN = 3
-"""Drafts of a head that reads its own states, where nothing was tuned and it was not trained deeper."""
-
-TunedOn = tuple[str, str] | None
-"""Device and dtype that a tree was tuned on; None: not tuned."""
+HEAD_PLANS = ("chain", "tree", "dynamic", "drawn")
+CHAIN = 4
+"""Drafts of a step where nothing says how many."""
 
 
 @dataclass(frozen=True)
@@ -61,146 +65,129 @@ class DrafterPlan:
         return None if self.plan is None else asdict(self.plan)
 
 
+@dataclass(frozen=True)
+class _Name:
+    """A drafter's name in its parts, and what else its plan may follow from."""
+
+    whole: str
+    kind: str
+    plan: str
+    """chain, tree, ..; empty where none was asked for."""
+    number: int | None
+    """Behind the plan."""
+    place: str
+    head: Path | None
+    size: int | str
+    allow_other_target: bool
+    rows: int
+
+    def chain_length(self) -> int:
+        """Drafts of a step: of `@chainN`, else of the tree's size that the recipe asks for, else CHAIN."""
+        if self.plan == "chain" and self.number is not None:
+            return self.number
+        return CHAIN if self.size == "auto" else int(self.size) - 1
+
+
 def plan_drafter(
     name: str, head: Path | None, size: int | str, allow_other_target: bool = False, rows: int = 1
 ) -> DrafterPlan:
     """The plan of one name. head: the folder that plain `head` means. size: nodes of a tree, or "auto". rows: how many
-    are decoded at a time."""
-    kind, _, place = name.partition(":")
-    if kind == "ngram" and not place:
-        length = 8 if size == "auto" else int(size) - 1
-        return DrafterPlan(name, lambda target: NgramDrafter(length), length + 1)
-    matched = re.fullmatch(rf"head(?:@({'|'.join(PLANS)})(\d*))?", kind)
-    if matched is None:
-        raise RecipeError(f"drafter {name!r} is not known; expected {KNOWN}")
-    folder = find_head(Path(place))[1] if place else head
-    if folder is None:
-        raise RecipeError("drafter 'head' needs to know which; add --head RUN, or write head:RUN")
-    shape, number = matched.groups()
-    if number:
-        _check_number(folder, name, shape, int(number))
-    plan, forecast, tuned_on = choose_plan(folder, shape, int(number) if number else size, rows)
+    are decoded at a time. Raises RecipeError for a name that means nothing."""
+    described, _, place = name.partition(":")
+    matched = re.fullmatch(r"([a-z-]+?)(?:@([a-z]+)(\d*))?", described)
+    known = _KINDS.get(matched[1]) if matched else None
+    if matched is None or known is None:
+        raise RecipeError(f"drafter {name!r} is not known; expected {PLAIN}, {', '.join(_KINDS)}")
+    number = int(matched[3]) if matched[3] else None
+    return known(_Name(name, matched[1], matched[2] or "", number, place, head, size, allow_other_target, rows))
+
+
+def _check_plan(name: _Name, *plans: str) -> None:
+    """Refuses a plan of another kind, and one that drafts nothing."""
+    if name.plan and name.plan not in plans:
+        known = " or ".join(f"{name.kind}@{plan}N" for plan in plans) or f"{name.kind} without a plan"
+        raise RecipeError(f"drafter {name.whole!r} has a plan that is not known; expected {known}")
+    if name.number == 0:
+        raise RecipeError(f"drafter {name.whole!r} drafts nothing; give 1 or more, or {PLAIN}")
+
+
+def _ngram(name: _Name) -> DrafterPlan:
+    _check_plan(name, "chain")
+    if name.place:
+        raise RecipeError(f"drafter {name.whole!r} looks in the text itself and takes no place; expected ngram")
+    length = 8 if name.size == "auto" and not name.plan else name.chain_length()
+    return DrafterPlan(name.whole, lambda target: NgramDrafter(length), length + 1)
+
+
+def _model(name: _Name) -> DrafterPlan:
+    _check_plan(name, "chain")
+    if not name.place:
+        raise RecipeError(f"drafter {name.whole!r} needs to know which; write model:MODEL, a hub id or a folder")
+    length = name.chain_length()
 
     def make(target: Target) -> Drafter:
-        return head_drafter(load_head(folder, target, allow_other_target), target, plan)
+        return ModelDrafter(open_draft_model(name.place, target), target, length)
 
-    return DrafterPlan(name, make, plan.num_nodes, plan, forecast, tuned_on)
-
-
-def _check_number(folder: Path, name: str, shape: str, number: int) -> None:
-    """Refuses a plan that would be another than its name says."""
-    least = 1 if shape in ("chain", "drawn") else 2
-    if number < least:
-        what = "drafts" if least == 1 else "nodes, the root among them"
-        raise RecipeError(f"drafter {name!r} drafts nothing: {number} {what}; give {least} or more, or none")
-    if shape not in ("tree", "dynamic"):
-        return
-    stored = read_trees(folder)
-    try:
-        sizes = sorted(map(int, (stored if shape == "tree" else stored.get("dynamic", {})).get("choices", {})))
-    except (ValueError, TypeError, AttributeError) as error:
-        raise _no_file_of_trees(folder, error) from None
-    if shape == "tree" and not sizes:
-        raise HeadError(f"drafter {name!r}: no trees were tuned for {folder}; `headstart tune` makes them")
-    if sizes and number not in sizes:
-        raise HeadError(f"drafter {name!r}: trees were tuned for {', '.join(map(str, sizes))} nodes; take one of these")
+    return DrafterPlan(name.whole, make, length + 1)
 
 
-def choose_plan(
-    folder: Path, shape: str | None, size: int | str, rows: int = 1
-) -> tuple[Plan, dict[str, Any], TunedOn]:
-    """The plan of this shape (None: what tuning found best), its forecast, and what it was tuned on.
-
-    size: drafts of a `chain` or `drawn` one, else nodes of the tree, root included; "auto": the best size, and for
-    chains as deep as the head was trained.
-    """
-    if shape in ("chain", "drawn"):
-        length = trained_depth(folder) if size == "auto" else int(size)
-        return (SampledChain(length=length) if shape == "drawn" else StaticTree(paths=chain_paths(length))), {}, None
-    if shape is None and size == "auto":
-        shape = read_trees(folder, rows).get("plan", "tree")
-    if shape == "dynamic":
-        return choose_dynamic(folder, size, rows)
-    paths, forecast, tuned_on = choose_tree(folder, size, rows)
-    return StaticTree(paths=paths), forecast, tuned_on
+def open_draft_model(place: str, target: Target) -> Target:
+    """The draft model of that hub id or folder, on the target's device and in its dtype, as fast as the target is."""
+    model = load_target(place, dtype=target.dtype, device=target.device)
+    if target.swapped:
+        make_faster(model)
+    return model
 
 
-def choose_tree(folder: Path, size: int | str, rows: int = 1) -> tuple[list[TreePath], dict[str, Any], TunedOn]:
-    """The tuned static tree of `size` nodes (root included; "auto": the best size), its forecast, and the device and
-    dtype that it was tuned on; untuned, a chain.
+def _layer_skip(name: _Name) -> DrafterPlan:
+    _check_plan(name, *(("chain",) if name.place else ("chain", "exit")))
+    folder = Path(name.place)
+    if name.place:
+        length = name.chain_length() if name.plan or name.size != "auto" else None
 
-    Of a size that was not tuned, the next smaller one. Raises HeadError where the file cannot be used.
-    """
-    stored = read_trees(folder, rows)
-    if not stored:
-        depth = trained_depth(folder)
-        return chain_paths(depth if size == "auto" else min(depth, int(size) - 1)), {}, None
-    chosen, forecast, tuned_on = _of_size(folder, stored, stored, size)
-    try:
-        return [tuple(map(int, node)) for node in chosen], forecast, tuned_on
-    except (ValueError, TypeError) as error:
-        raise _no_file_of_trees(folder, error) from None
+        def skipping(target: Target) -> Drafter:
+            return skipping_drafter(folder, target, length, allow_other_target=name.allow_other_target)
 
+        return DrafterPlan(name.whole, skipping, (length or LONGEST) + 1)
+    length = name.chain_length()
 
-def choose_dynamic(folder: Path, size: int | str, rows: int = 1) -> tuple[DynamicTree, dict[str, Any], TunedOn]:
-    """The same for dynamic trees: depth and width as tuned for this size, or as good as any where none was tuned."""
-    stored = read_trees(folder, rows)
-    if "dynamic" not in stored:
-        nodes = 2 * UNTUNED_WIDTH if size == "auto" else int(size)
-        depth = max(1, min(UNTUNED_DEPTH, nodes - 1))
-        return DynamicTree(depth=depth, width=UNTUNED_WIDTH, num_nodes=nodes), {}, None
-    chosen, forecast, tuned_on = _of_size(folder, stored, stored["dynamic"], size)
-    try:
-        return DynamicTree(**{key: int(value) for key, value in chosen.items()}), forecast, tuned_on
-    except (ValueError, TypeError, AttributeError) as error:
-        raise _no_file_of_trees(folder, error) from None
+    def early(target: Target) -> Drafter:
+        layer = name.number if name.plan == "exit" and name.number else max(1, target.num_layers // 2)
+        return EarlyExitDrafter(target, layer, length)
+
+    return DrafterPlan(name.whole, early, length + 1)
 
 
-def trained_depth(folder: Path) -> int:
-    """How many tokens the head in this folder drafts one after another unless it is told otherwise."""
-    described = read_description(folder)["head"]
-    if "num_heads" in described:
-        return described["num_heads"]
-    config = HEADS[described["type"]].model_validate(described)
-    assert isinstance(config, UnrolledConfig)
-    return max(config.most_unrolled_steps, UNTUNED_CHAIN)
+def _head(name: _Name) -> DrafterPlan:
+    _check_plan(name, *HEAD_PLANS)
+    folder = find_head(Path(name.place))[1] if name.place else name.head
+    if folder is None:
+        raise RecipeError("drafter 'head' needs to know which; add --head RUN, or write head:RUN")
+    if name.number:
+        check_number(folder, name.whole, name.plan, name.number)
+    size = name.number or name.size
+    plan, forecast, tuned_on = choose_plan(folder, name.plan or None, size, name.rows)
+
+    def make(target: Target) -> Drafter:
+        return head_drafter(load_head(folder, target, name.allow_other_target), target, plan)
+
+    return DrafterPlan(name.whole, make, plan.num_nodes, plan, forecast, tuned_on)
 
 
-def read_trees(folder: Path, rows: int = 1) -> dict[str, Any]:
-    """What tuning wrote beside the head, for so many rows at a time or the next smaller number that was tuned (else
-    the first that was); empty where nothing was."""
-    path = folder / TREES
-    if not path.is_file():
-        return {}
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise _no_file_of_trees(folder, error) from None
-    if not isinstance(stored, dict) or not stored:
-        raise _no_file_of_trees(folder, TypeError("no object"))
-    try:
-        others = {int(number): trees for number, trees in stored.get("by_rows", {}).items()}
-        known = {int(stored.get("rows", 1)): stored} | others
-    except (ValueError, TypeError, AttributeError) as error:
-        raise _no_file_of_trees(folder, error) from None
-    return known[max((number for number in known if number <= rows), default=next(iter(known)))]
+def _union(name: _Name) -> DrafterPlan:
+    _check_plan(name)
+    parts = [part for part in name.place.split("+") if part]
+    if len(parts) < 2 or PLAIN in parts:
+        raise RecipeError(f"drafter {name.whole!r} is no union; expected union:A+B, such as union:ngram+head:RUN")
+    plans = [plan_drafter(part, name.head, name.size, name.allow_other_target, name.rows) for part in parts]
+    budget = max(plan.budget for plan in plans) if name.size == "auto" else int(name.size)
+    return DrafterPlan(name.whole, lambda target: UnionDrafter([plan.make(target) for plan in plans]), budget)
 
 
-def _of_size(
-    folder: Path, stored: dict[str, Any], trees: dict[str, Any], size: int | str
-) -> tuple[Any, dict[str, Any], TunedOn]:
-    """(what stands there, forecast, tuned on) of this size or the next smaller one. trees: `stored`, or a part of it
-    with the same keys."""
-    try:
-        sizes = sorted(map(int, trees["choices"]))
-        wanted = int(trees["best"] if size == "auto" else size)
-        chosen = max((one for one in sizes if one <= wanted), default=sizes[0])
-        forecasts = dict(trees.get("forecasts") or {str(trees["best"]): trees["forecast"]})
-        tuned_on = (str(stored["device"]), str(stored["dtype"]))
-        return trees["choices"][str(chosen)], forecasts.get(str(chosen), {}), tuned_on
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise _no_file_of_trees(folder, error) from None
-
-
-def _no_file_of_trees(folder: Path, error: Exception) -> HeadError:
-    return HeadError(f"{folder / TREES} is no file of trees ({error!r}); make it anew with `headstart tune`")
+_KINDS: dict[str, Callable[[_Name], DrafterPlan]] = {
+    "ngram": _ngram,
+    "model": _model,
+    "layer-skip": _layer_skip,
+    "head": _head,
+    "union": _union,
+}

@@ -37,8 +37,8 @@ from headstart.decode.cost import CostCurve, DraftCosts
 from headstart.decode.drafters.plans import chain_paths
 from headstart.decode.tree import Path as TreePath
 from headstart.errors import HeadstartError
-from headstart.eval.drafters import TREES, read_trees
 from headstart.eval.trained import find_head
+from headstart.eval.trees import TREES, read_trees
 from headstart.train.atomic_folder import write_text
 
 LENGTHS = 12

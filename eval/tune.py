@@ -40,8 +40,8 @@ from headstart.decode.cost import (
 from headstart.decode.decode_copy import linear_seconds, make_faster
 from headstart.decode.forecast import grow_rows, rank_answer, record_rows
 from headstart.errors import DataError, refuse_unwritable
-from headstart.eval.drafters import TREES
 from headstart.eval.trained import open_trained
+from headstart.eval.trees import TREES
 from headstart.heads.store import load_head
 from headstart.heads.unrolled import UnrolledHead
 from headstart.target import Target

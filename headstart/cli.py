@@ -107,7 +107,9 @@ def build_parser() -> argparse.ArgumentParser:
     verb = _verb(verbs, "eval", _eval, "measure acceptance length and speedup; write the report")
     verb.add_argument("--head", metavar="RUN", help="run folder, or the folder of a head")
     verb.add_argument("--target", metavar="NAME", help="hub id, folder or bundled:NAME; default: what the head was for")
-    verb.add_argument("--drafters", metavar="A,B", help="none, ngram, head, head:RUN, head@chain3:RUN; default: head")
+    verb.add_argument(
+        "--drafters", metavar="A,B", help="ngram, model:ID, layer-skip, head:RUN, union:A+B; default: head"
+    )
     verb.add_argument("--bench", metavar="FILE", help="prompts from a file; default: what the recipe says")
     verb.add_argument("--split", help="split of those prompts")
     verb.add_argument("--output", metavar="DIR", help="where the report goes; default: the run folder")

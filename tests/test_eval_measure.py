@@ -192,7 +192,7 @@ def test_template_arguments_other_than_those_of_training_are_named(run_folder, p
     ("options", "message"),
     [
         ({"head": "runs/nowhere"}, "there is no run"),
-        ({"drafters": ["lookahead"]}, "drafter 'lookahead' is not known; expected none, ngram, head or head:RUN"),
+        ({"drafters": ["telepathy"]}, "drafter 'telepathy' is not known; expected none, ngram, "),
         ({"drafters": ["head"]}, "needs to know which"),
         ({"overrides": ["eval.num_prompt=3"]}, "num_prompts"),
     ],

@@ -11,13 +11,15 @@ from headstart.decode.drafters.plans import DynamicTree, SampledChain, StaticTre
 from headstart.decode.engine import StepRecord
 from headstart.errors import HeadError, HeadstartError, RecipeError
 from headstart.eval.charts import columns, dots, horizontal_bars, stacked_bars
-from headstart.eval.drafters import choose_plan, choose_tree, plan_drafter
+from headstart.eval.drafters import plan_drafter
 from headstart.eval.gates import gates
 from headstart.eval.prompts import Question
 from headstart.eval.report import HEADLINE, build_report, to_html, to_markdown, write_report
 from headstart.eval.summary import percentiles, summarise, token_rates
 from headstart.eval.tables import headline
 from headstart.eval.timing import PLAIN, Answer, Measurement, Timed
+from headstart.eval.transformers_arm import Generated
+from headstart.eval.trees import choose_plan, choose_tree
 
 ENVIRONMENT = {"target": "t", "dtype": "float32", "device": "a <fast> CPU", "threads": 1, "date": "d", "commit": None}
 SETTINGS = {"batch_size": 1, "temperature": 0.0}
@@ -106,7 +108,7 @@ def test_tables_by_kind_and_depth():
 
 
 def test_transformers_is_compared_on_the_same_answers():
-    figures = summarise(measurement(answer(0, transformers=(19, 3.8)), answer(1)), "medusa")
+    figures = summarise(measurement(answer(0, transformers=Generated([7] * 20, 19, 3.8)), answer(1)), "medusa")
     assert figures["transformers_generate_tokens_per_second"] == pytest.approx(5)
     assert figures["details"]["transformers_generate"]["plain_over_transformers"] == pytest.approx(2)
     assert figures["details"]["transformers_generate"]["answers"] == 1
@@ -248,7 +250,7 @@ def test_without_tuning_there_are_chains_and_plain_dynamic_trees(tmp_path, head,
     assert choose_plan(tmp_path, None, "auto") == (StaticTree(paths=chain_paths(depth)), {}, None)
     assert choose_plan(tmp_path, "dynamic", 4)[0] == DynamicTree(depth=3, width=4, num_nodes=4)
     for name in ("head@", "head@chian3", "chain3", "head@chain-1", "Head"):
-        with pytest.raises(RecipeError, match="is not known; expected none, ngram, head"):
+        with pytest.raises(RecipeError, match="is not known; expected "):
             plan_drafter(name, tmp_path, "auto")
     for name in ("head@chain0", "head@drawn0", "head@dynamic1"):
         with pytest.raises(RecipeError, match="drafts nothing"):

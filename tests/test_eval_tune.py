@@ -16,7 +16,7 @@ from headstart.decode.drafters.heads import head_drafter
 from headstart.decode.drafters.plans import DynamicTree
 from headstart.errors import DataError, TargetError
 from headstart.eval import measure, tune
-from headstart.eval.drafters import choose_plan, choose_tree
+from headstart.eval.trees import choose_plan, choose_tree
 from headstart.heads.base import Head
 from headstart.heads.configs import HEADS
 from headstart.heads.store import build_head, load_head, save_head

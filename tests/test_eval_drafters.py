@@ -1,0 +1,107 @@
+"""From names to drafters: every kind in one report, and names that mean nothing refused in a sentence."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny
+import torch
+
+from headstart.decode.drafters.layer_skip import EarlyExitDrafter, SkippingDrafter
+from headstart.decode.drafters.model import ModelDrafter
+from headstart.decode.drafters.union import UnionDrafter
+from headstart.decode.skips import Skips, save_skips
+from headstart.errors import HeadstartError, RecipeError
+from headstart.eval import measure
+from headstart.eval.drafters import plan_drafter
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, str]:
+    """By kind, what the names point at."""
+    place = tmp_path_factory.mktemp("drafters")
+    target = tiny.target("llama")
+    return {
+        "target": str(tiny.save(place / "target", "llama")),
+        "model": str(tiny.save(place / "small", "llama", num_hidden_layers=1, seed=3)),
+        "skips": str(save_skips(Skips(attention=(1,), mlp=(2,)), place / "skips", target, length=2)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "budget"),
+    [
+        ("model:{model}", ModelDrafter, 5),
+        ("model@chain2:{model}", ModelDrafter, 3),
+        ("layer-skip", EarlyExitDrafter, 5),
+        ("layer-skip@exit1", EarlyExitDrafter, 5),
+        ("layer-skip:{skips}", SkippingDrafter, 9),
+        ("layer-skip@chain3:{skips}", SkippingDrafter, 4),
+        ("union:ngram+ngram@chain3", UnionDrafter, 9),
+    ],
+)
+def test_a_name_is_a_drafter(name, kind, budget, folders):
+    plan = plan_drafter(name.format(**folders), None, "auto")
+    drafter = plan.make(tiny.target("llama"))
+    assert isinstance(drafter, kind) and plan.budget == budget
+    if name == "layer-skip@exit1":
+        assert drafter.exit_layer == 1
+    if name.startswith("layer-skip:"):
+        assert drafter.length == 2
+
+
+def test_the_recipes_size_of_trees_is_that_of_chains_too(folders):
+    for name in ("ngram", "model:{model}", "layer-skip", "layer-skip:{skips}", "union:ngram+layer-skip"):
+        assert plan_drafter(name.format(**folders), None, 4).budget == 4
+
+
+def test_one_report_measures_them_all(folders, tmp_path):
+    turns = [{"question_id": str(number), "category": "one", "turns": [f"Say {number}"]} for number in range(3)]
+    (tmp_path / "question.jsonl").write_text("\n".join(map(json.dumps, turns)))
+    names = ["ngram", f"model:{folders['model']}", "layer-skip", f"layer-skip:{folders['skips']}"]
+    names.append(f"union:ngram+layer-skip:{folders['skips']}")
+    report = measure.run(
+        target=folders["target"],
+        drafters=["none", *names],
+        bench=str(tmp_path / "question.jsonl"),
+        overrides=["eval.max_new_tokens=8", "eval.temperature=[0.0, 0.7]", "eval.identity_prompts=3"],
+        output=str(tmp_path / "out"),
+        dtype="float32",
+        device="cpu",
+    )
+    lines = report["details"]["drafters"]
+    assert len(lines) == 5 and all(line["identity_holds"] for line in lines)
+    assert all(line["identical_outputs"] == line["compared_outputs"] == 3 for line in lines)
+    assert len(report["details"]["temperatures"]) == 10
+    text = json.dumps(report)
+    assert str(tmp_path) not in text and folders["model"] not in text, "a report may be passed on"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("telepathy", "is not known; expected none, ngram"),
+        ("ngram@tree4", "expected ngram@chainN"),
+        ("ngram:place", "takes no place"),
+        ("ngram@chain0", "drafts nothing"),
+        ("model", "needs to know which"),
+        ("layer-skip@exit0", "drafts nothing"),
+        ("layer-skip@exit99", "cannot draft with the first 99"),
+        ("layer-skip:nowhere", "holds no skipped blocks"),
+        ("union:ngram", "is no union"),
+        ("union:ngram+none", "is no union"),
+        ("union:ngram+telepathy", "is not known"),
+        ("model:/nowhere/at/all", "nowhere"),
+        ("head", "needs to know which"),
+    ],
+)
+def test_a_name_that_means_nothing_is_refused_in_a_sentence(name, told):
+    with pytest.raises(HeadstartError, match=told) as caught:
+        plan_drafter(name, None, "auto").make(tiny.target("llama", dtype=torch.float32))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_plan_is_refused_before_the_target_is_read():
+    with pytest.raises(RecipeError):
+        plan_drafter("model@drawn3:here", None, "auto")
