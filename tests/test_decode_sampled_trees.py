@@ -17,7 +17,6 @@ from test_decode_rejection import head_of, the_drafts_numbers_again
 from test_decode_sampling import (
     DRAWS,
     FAMILY_LEVEL,
-    FAULT_DRAWS,
     FAULT_LEVEL,
     PROMPT,
     SETTINGS,
@@ -116,12 +115,11 @@ def every_step_begins_again(monkeypatch):
 FAULTS = {"re-used": (the_drafts_numbers_again, "full"), "stale": (every_step_begins_again, "full")}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_rejected(fault, monkeypatch):
     plant, name = FAULTS[fault]
     plant(monkeypatch)
-    assert g_test(sample(drafter_of(name), "warm", FAULT_DRAWS, 1).counts, joint("warm")) < FAULT_LEVEL
+    assert g_test(sample(drafter_of(name), "warm", SMOKE_DRAWS, 1).counts, joint("warm")) < FAULT_LEVEL
 
 
 # -- greedy rows -------------------------------------------------------------------------------------------------------
