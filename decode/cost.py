@@ -20,7 +20,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from headstart.decode.drafters.base import NoDraft, Request, Rows
-from headstart.decode.drafters.plans import DynamicTree, Plan, StaticTree, as_plan, chain_paths
+from headstart.decode.drafters.plans import DynamicTree, Plan, as_plan
 from headstart.decode.engine import WIDTHS, Engine
 from headstart.decode.tree import Path, TokenTree
 from headstart.target import Target
@@ -66,8 +66,7 @@ class DraftCosts:
         plan = as_plan(plan)
         if isinstance(plan, DynamicTree):
             return self.first + (plan.depth - 1) * _between(self.dynamic_level, plan.width)
-        paths = plan.paths if isinstance(plan, StaticTree) else chain_paths(plan.length)
-        expanded = Counter(len(path) for path in {path[:-1] for path in paths} if path)
+        expanded = Counter(len(path) for path in {path[:-1] for path in plan.paths} if path)
         return self.first + sum(_between(self.static_level, width) for width in expanded.values())
 
 

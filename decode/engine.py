@@ -75,6 +75,11 @@ class Generation:
         return sum(step.draft_seconds + step.verify_seconds + step.host_seconds for step in self.steps)
 
     @property
+    def exact(self) -> bool:
+        """Whether it was verified exactly; figures of one that was not never stand beside those of one that was."""
+        return self.request.settings.exact
+
+    @property
     def cut(self) -> bool:
         """Ended by a limit, not by the target's own end token or a stop string."""
         return self.finish_reason in ("length", "positions")
@@ -336,15 +341,15 @@ class Engine:
             return []
         return [Text(ids, one) for ids, one in zip(self.rows.ids, self._processors, strict=True)]
 
-    def _next_trials(self, tree: TokenTree) -> list[Float[Tensor, "batch levels"]]:
+    def _next_trials(self, tree: TokenTree) -> list[Float[Tensor, "batch drafts"]]:
         """For drawn trees, one more number for each draft, from the row's second stream: does it stay? Else nothing."""
         if tree.drawn is None:
             return []
-        depths = (tree.topology.depth * tree.topology.valid).amax(1).tolist()
-        trials = torch.zeros(len(depths), max(max(depths), 1), dtype=torch.float64)
-        for row, depth in enumerate(depths):
+        drafted = tree.topology.valid[:, 1:].cpu()
+        trials = torch.zeros(drafted.shape, dtype=torch.float64)
+        for row, nodes in enumerate(drafted):
             if tree.drawn.sampled[row]:
-                trials[row, :depth] = torch.from_numpy(self.rows.streams[row].random(depth))
+                trials[row, nodes] = torch.from_numpy(self.rows.streams[row].random(int(nodes.sum())))
         return [trials.to(self.rows.device)]
 
     def _end(

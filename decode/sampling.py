@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -62,6 +62,15 @@ class SamplingSettings:
     """An answer that reaches its length limit ends with the end token."""
     processors: tuple[LogitsProcessor, ...] = ()
     """Any further ones of transformers, or of one's own: functions of text and logits that remember nothing."""
+    lossy: Literal["typical"] | None = None
+    """"typical": drafts that are likely enough stay (Medusa's typical acceptance, arXiv 2401.10774), whatever the
+    chance that the target would have written them. It accepts more, and the text no longer has the target's
+    distribution: its figures are never to stand beside exact ones. Nothing changes for greedy rows and without drafts.
+    The token behind the accepted ones is drawn from the target, where the original takes its likeliest."""
+    typical_epsilon: float = 0.09
+    """A typical draft has a probability above this, or ..."""
+    typical_delta: float = 0.3
+    """... above this times exp(-entropy) of the target's distribution: the smaller of both counts."""
 
     def __post_init__(self) -> None:
         for name, value, good, expected in [
@@ -75,6 +84,9 @@ class SamplingSettings:
             ("presence_penalty", self.presence_penalty, math.isfinite(self.presence_penalty), "a number"),
             ("no_repeat_ngram_size", self.no_repeat_ngram_size, self.no_repeat_ngram_size >= 0, "a number from 0 on"),
             ("min_new_tokens", self.min_new_tokens, self.min_new_tokens >= 0, "a whole number from 0 on"),
+            ("lossy", self.lossy, self.lossy in (None, "typical"), 'None or "typical"'),
+            ("typical_epsilon", self.typical_epsilon, 0 <= self.typical_epsilon <= 1, "a number from 0 to 1"),
+            ("typical_delta", self.typical_delta, 0 <= self.typical_delta < math.inf, "a number from 0 on"),
             ("bad_words_ids", self.bad_words_ids, all(map(len, self.bad_words_ids)), "no empty sequence of tokens"),
         ]:
             if not good:
@@ -83,6 +95,11 @@ class SamplingSettings:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def exact(self) -> bool:
+        """Whether the text has the target's own distribution, whatever was drafted."""
+        return self.lossy is None or self.greedy
 
     def distribution_key(self) -> tuple:
         """Rows with equal keys share their logits processing."""
@@ -134,6 +151,25 @@ def draw(probs: Float[Tensor, "rows vocab"], uniform: Float[Tensor, "rows"]) -> 
     picked = torch.searchsorted(cumulative, uniform[:, None] * total, right=True)
     # Rounding can lift uniform * total to the total itself: then it is the last token that adds any mass to it.
     return torch.minimum(picked, torch.searchsorted(cumulative, total)).squeeze(1)
+
+
+def draw_in_turn(
+    probs: Float[Tensor, "rows vocab"], uniforms: Float[Tensor, "rows count"]
+) -> Int[Tensor, "rows count"]:
+    """Tokens drawn one after the other without replacement: each from what those before it leave of `probs`.
+
+    All different, as long as anything is left; where nothing is, any token.
+    """
+    drawn = []
+    for uniform in uniforms.unbind(1):
+        drawn.append(draw(probs, uniform))
+        probs = without(probs, drawn[-1])
+    return torch.stack(drawn, dim=1)
+
+
+def without(probs: Float[Tensor, "rows vocab"], tokens: Int[Tensor, "rows"]) -> Float[Tensor, "rows vocab"]:
+    """What is left when one token of each row is taken out: no distribution yet, its sum is below 1."""
+    return probs.scatter(1, tokens[:, None], 0)
 
 
 def choose(

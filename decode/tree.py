@@ -89,7 +89,12 @@ class Topology:
 
     def within(self, max_depth: Int[Tensor, "batch"]) -> Topology:
         """The same nodes, those deeper than `max_depth` of their row made invalid."""
-        kept = Topology(self.parents, self.valid & (self.depth <= max_depth[:, None]))
+        return self.without(self.depth > max_depth[:, None])
+
+    def without(self, dropped: Bool[Tensor, "batch nodes"]) -> Topology:
+        """The same nodes, those dropped and all below them made invalid; the root is not to be dropped."""
+        gone = (self.ancestors & dropped[:, None]).any(-1)
+        kept = Topology(self.parents, self.valid & ~gone)
         kept.__dict__["ancestors"] = self.ancestors
         kept.__dict__["depth"] = self.depth
         return kept
@@ -133,17 +138,27 @@ def sort_paths(paths: Sequence[Sequence[int]], max_depth: int, max_rank: int) ->
 
 @dataclass(frozen=True, eq=False)
 class DrawnFrom:
-    """The exact distributions that the tokens of sampled chains were drawn from: what verifying them divides by.
+    """The exact distributions that the tokens of sampled trees were drawn from: what verifying them divides by.
 
-    Kept over the draft vocabulary, not the target's: a drafter's whole batch draws from the same columns.
+    The children of a node are drawn one after the other, in the order of their nodes, and without replacement: each
+    from what its elder siblings left of the distribution below their parent. A chain is the case of one child each.
+    Which nodes there are may not depend on the tokens of their siblings or of any node below them, or what is verified
+    would no longer be what was drawn. Kept over the draft vocabulary, not the target's: a drafter's whole batch draws
+    from the same columns.
     """
 
-    probs: Float[Tensor, "batch drafts columns"]
-    """[b, i]: what node i + 1 of row b was drawn from."""
+    probs: Float[Tensor, "batch parents columns"]
+    """[b, i]: what the first child of one parent in row b was drawn from."""
     ids: Int[Tensor, "columns"]
     """Target id of each column; all different."""
     sampled: list[bool]
     """Per row, whether it was drawn at all; the others are deterministic, and their `probs` mean nothing."""
+    places: Sequence[int] | None = None
+    """Per node, where in `probs` its children's distribution stands, if it has any; None: node i's at i, as in a
+    chain."""
+
+    def place(self, node: int) -> int:
+        return node if self.places is None else self.places[node]
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +182,7 @@ class TokenTree:
     """Token of each node; whatever stands at an invalid node is never emitted."""
     topology: Topology
     drawn: DrawnFrom | None = None
-    """Where tokens were drawn and not chosen; then every tree of the batch is a chain."""
+    """Where tokens were drawn and not chosen."""
     verify_from: VerifyFrom | None = None
     """Where the drafter has run the target's first layers over the very nodes, the root among them."""
 

@@ -6,15 +6,20 @@ among the node's children, go there, else stop. y is emitted in either case. So 
 token of the target's own, which is lossless whatever the tree (a draft as a point mass in the rejection rule of
 Leviathan et al., arXiv 2211.17192, appendix A.1; Chen et al., arXiv 2302.01318).
 
-Drawn chains are verified by that rule in full: a draft x, drawn from q where the target has p, stays with probability
-min(1, p(x) / q(x)); the first that does not is replaced by a token drawn from max(p - q, 0), normalised; if all stay,
-one more is drawn from p. p and q come from the one function that turns logits into probabilities, q being the very
-tensor that the draft was drawn from.
+Drawn trees are verified by that rule in full: a draft x, drawn from q where the target has p, stays with probability
+min(1, p(x) / q(x)). If it does not, p becomes max(p - q, 0), normalised, and its next sibling, drawn without
+replacement, is tried against q without x, normalised, and so on; if none stays, a token is drawn from what is then left
+of p (recursive rejection: SpecInfer, arXiv 2305.09781, with replacement; without, EAGLE-1 and Sequoia, arXiv 2401.15077
+and 2402.12374). Behind a node without children one is drawn from p. In a chain there are no siblings. p and q come from
+the one function that turns logits into probabilities, q being the very tensor that the drafts were drawn from.
+
+Rows whose settings say `lossy="typical"` are verified by Medusa's typical acceptance instead, which is not exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +27,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headstart.decode.processors import Text
-from headstart.decode.sampling import SamplingSettings, choose, draw, group_by_distribution, probabilities
+from headstart.decode.sampling import SamplingSettings, choose, draw, group_by_distribution, probabilities, without
 from headstart.decode.tree import DrawnFrom, TokenTree
 
 
@@ -41,6 +46,10 @@ class Verified:
         return len(self.path) - 1
 
 
+Children = dict[int, dict[int, int]]
+"""Per node with children: their tokens, each with its node, in the order of the nodes."""
+
+
 def verify(
     tree: TokenTree,
     logits: Float[Tensor, "batch nodes vocab"],
@@ -51,8 +60,8 @@ def verify(
 ) -> list[Verified]:
     """Walks every row's tree from the root; `uniforms[b, d]` serves the node visited at depth d (none: all are greedy).
 
-    trials: for drawn chains, the number by which the draft at depth d + 1 stays or not. texts: each row's text, where
-    any of them has processors, which are applied at the visited nodes alone.
+    trials: for drawn trees, the number by which node i + 1 stays or not, at i. texts: each row's text, where any of
+    them has processors, which are applied at the visited nodes alone.
     """
     batch, _ = tree.tokens.shape
     tokens, parents, valid = tree.tokens.tolist(), tree.topology.parents.tolist(), tree.topology.valid.tolist()
@@ -63,11 +72,14 @@ def verify(
         return [_walk(children[row], lambda node, row=row: picks[row][node]) for row in range(batch)]
     paths: list[list[int]] = [[0] for _ in range(batch)]
     emitted: list[list[int]] = [[] for _ in range(batch)]
-    going = list(range(batch))
+    going = [row for row in range(batch) if settings[row].exact]
     if greedy:
         uniforms = torch.zeros(batch, tree.topology.max_depth + 1, dtype=torch.float64, device=logits.device)
     for level in range(uniforms.shape[1]):
+        if not going:
+            break
         nodes = [paths[row][-1] for row in going]
+        below = [children[row].get(node, {}) for row, node in zip(going, nodes, strict=True)]
         at = torch.tensor(going, device=logits.device), torch.tensor(nodes, device=logits.device)
         chosen, seen = [settings[row] for row in going], logits[at]
         if texts:
@@ -77,73 +89,146 @@ def verify(
             written = choose(seen, chosen, uniforms[at[0], level]).tolist()
         else:
             assert trials is not None
-            drafts = Drafts.at(tree, tree.drawn, going, level)
-            trial = trials[at[0], min(level, trials.shape[1] - 1)]
-            written = choose_or_keep(seen, chosen, drafts, trial, uniforms[at[0], level]).tolist()
+            drafts = Drafts.below(tree.drawn, trials, going, nodes, below)
+            written = choose_or_keep(seen, chosen, drafts, uniforms[at[0], level]).tolist()
         still = []
-        for row, token in zip(going, written, strict=True):
+        for row, token, known in zip(going, written, below, strict=True):
             emitted[row].append(token)
-            child = children[row].get((paths[row][-1], token))
-            if child is not None:
-                paths[row].append(child)
+            if token in known:
+                paths[row].append(known[token])
                 still.append(row)
-        if not still:
-            break
         going = still
+    for row in (row for row in range(batch) if not settings[row].exact):
+        text = texts[row] if texts else None
+        paths[row], emitted[row] = _typical(children[row], logits[row], settings[row], uniforms[row], text)
     return [Verified(path, new) for path, new in zip(paths, emitted, strict=True)]
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """What some rows' chains have drawn at one depth."""
+    """What some rows have drawn below one node each: siblings in the order in which they were drawn."""
 
-    tokens: list[int]
-    """-1 where a row has drawn nothing there: it is deterministic, or its chain has ended."""
+    tokens: Int[Tensor, "rows siblings"]
+    """-1 behind a row's last one: a row that has drawn nothing there has none, nor has a deterministic one."""
+    trials: Float[Tensor, "rows siblings"]
+    """The number by which each stays or not."""
     probs: Float[Tensor, "rows columns"]
+    """What the first was drawn from; the others from what their elder siblings left of it."""
     ids: Int[Tensor, "columns"]
 
     @classmethod
-    def at(cls, tree: TokenTree, drawn: DrawnFrom, rows: list[int], level: int) -> Drafts:
-        """The drafts at depth level + 1."""
-        index, node = torch.tensor(rows, device=drawn.probs.device), level + 1
-        if level >= drawn.probs.shape[1]:
-            return cls([-1] * len(rows), drawn.probs[index, 0], drawn.ids)
-        tokens, valid = tree.tokens[index, node].tolist(), tree.topology.valid[index, node].tolist()
-        known = [valid[place] and drawn.sampled[row] for place, row in enumerate(rows)]
-        return cls(
-            [token if there else -1 for token, there in zip(tokens, known, strict=True)],
-            drawn.probs[index, level],
-            drawn.ids,
-        )
+    def below(
+        cls,
+        drawn: DrawnFrom,
+        trials: Float[Tensor, "batch drafts"],
+        rows: Sequence[int],
+        nodes: Sequence[int],
+        children: Sequence[Mapping[int, int]],
+    ) -> Drafts:
+        """The drafts below one node of each of these rows, whose children are given."""
+        siblings = [list(some.items()) if drawn.sampled[row] else [] for row, some in zip(rows, children, strict=True)]
+        most, device = max(map(len, siblings)), drawn.probs.device
+        padded = torch.tensor([some + [(-1, 1)] * (most - len(some)) for some in siblings], device=device)
+        tokens, places = padded.view(len(rows), most, 2).long().unbind(-1)
+        index = torch.tensor(rows, device=device)
+        place = [drawn.place(node) if some else 0 for node, some in zip(nodes, siblings, strict=True)]
+        probs = drawn.probs[index, torch.tensor(place, device=device)]
+        return cls(tokens, trials[index[:, None], places - 1], probs, drawn.ids)
 
 
 def choose_or_keep(
     logits: Float[Tensor, "rows vocab"],
     settings: Sequence[SamplingSettings],
     drafts: Drafts,
-    trial: Float[Tensor, "rows"],
     uniform: Float[Tensor, "rows"],
 ) -> Int[Tensor, "rows"]:
-    """One token per row: its draft where the trial keeps it, else one drawn at `uniform` from what the draft leaves
-    over, or from the whole distribution where nothing was drafted.
-
-    A draft that the target gives no probability is never kept, not even at a trial of 0.
-    """
+    """One token per row: the first of its drafts that its trial keeps, else one drawn at `uniform` from what the drafts
+    leave over, or from the whole distribution where nothing was drafted."""
     tokens = logits.argmax(-1)
     for rows in group_by_distribution(settings):
         index = torch.tensor(rows, device=logits.device)
         p = probabilities(logits[index], settings[rows[0]])
-        draft = torch.tensor([drafts.tokens[row] for row in rows], device=logits.device)
-        there = draft >= 0
-        at = draft.clamp(min=0)[:, None]
         q = torch.zeros_like(p)
         q[:, drafts.ids] = drafts.probs[index].to(p)
-        kept = there & (trial[index] * q.gather(1, at)[:, 0] < p.gather(1, at)[:, 0])
-        left = (p - q * there[:, None]).clamp(min=0)
-        # Where p and q agree up to rounding nothing is left over; such a draft is hardly ever refused.
-        left = left.where(left.sum(-1, keepdim=True) > 0, p)
-        tokens[index] = draft.where(kept, draw(left, uniform[index]))
+        kept, left = reject_in_turn(p, q, drafts.tokens[index], drafts.trials[index])
+        tokens[index] = kept.where(kept >= 0, draw(left, uniform[index]))
     return tokens
+
+
+def reject_in_turn(
+    p: Float[Tensor, "rows vocab"],
+    q: Float[Tensor, "rows vocab"],
+    drafts: Int[Tensor, "rows siblings"],
+    trials: Float[Tensor, "rows siblings"],
+) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows vocab"]]:
+    """The first draft that is kept, or -1, and what the others leave of p: where none is kept, a token is drawn from
+    that.
+
+    A draft that the target gives no probability is never kept, not even at a trial of 0.
+    """
+    kept = torch.full((len(p),), -1, device=p.device)
+    for turn, (draft, trial) in enumerate(zip(drafts.unbind(1), trials.unbind(1), strict=True)):
+        if turn:
+            p, q = normalised(p), normalised(q)
+        at = draft.clamp(min=0)
+        tried = (draft >= 0) & (kept < 0)
+        keeps = tried & (trial * q.gather(1, at[:, None])[:, 0] < p.gather(1, at[:, None])[:, 0])
+        kept = draft.where(keeps, kept)
+        p = residual(p, q).where((tried & ~keeps)[:, None], p)
+        q = without(q, at)
+    return kept, p
+
+
+def residual(p: Float[Tensor, "rows vocab"], q: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
+    """What a refused draft from q leaves over of p, not normalised."""
+    left = (p - q).clamp(min=0)
+    # Where p and q agree up to rounding nothing is left over; such a draft is hardly ever refused.
+    return left.where(left.sum(-1, keepdim=True) > 0, p)
+
+
+def normalised(mass: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
+    """The distribution of this shape; zeros stay where there is no mass at all."""
+    total = mass.sum(-1, keepdim=True)
+    return mass / total.where(total > 0, 1)
+
+
+def _typical(
+    children: Children,
+    logits: Float[Tensor, "nodes vocab"],
+    setting: SamplingSettings,
+    uniforms: Float[Tensor, "levels"],
+    text: Text | None,
+) -> tuple[list[int], list[int]]:
+    """Path and tokens of one row: the longest path of typical drafts, of equally long ones the likeliest, and one token
+    drawn from the target behind it."""
+    found: list[tuple[float, list[int], list[int]]] = [(0.0, [0], [])]
+    while True:
+        seen = logits[[path[-1] for _, path, _ in found]]
+        if text is not None:
+            after = zip(seen, found, strict=True)
+            seen = torch.stack([text.process(one, tokens).to(torch.float64) for one, (_, _, tokens) in after])
+        probs = probabilities(seen, setting)
+        floors = typical_floor(probs, setting).tolist()
+        longer = []
+        for place, (score, path, tokens) in enumerate(found):
+            known = children.get(path[-1], {})
+            chances = probs[place, list(known)].tolist()
+            for (token, node), chance in zip(known.items(), chances, strict=True):
+                if chance > floors[place]:
+                    longer.append((score + math.log(chance), [*path, node], [*tokens, token]))
+        if not longer:
+            best = max(range(len(found)), key=lambda place: found[place][0])
+            _, path, tokens = found[best]
+            bonus = draw(probs[best : best + 1], uniforms[len(tokens)][None])
+            return path, [*tokens, int(bonus)]
+        found = longer
+
+
+def typical_floor(probs: Float[Tensor, "rows vocab"], setting: SamplingSettings) -> Float[Tensor, "rows"]:
+    """What a draft's probability must exceed to be typical: min(epsilon, delta * exp(-entropy)), entropy in nats.
+    Medusa, arXiv 2401.10774, "Typical Acceptance"."""
+    entropy = -torch.special.xlogy(probs, probs).sum(-1)
+    return (setting.typical_delta * (-entropy).exp()).clamp(max=setting.typical_epsilon)
 
 
 def follow(tree: TokenTree, texts: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -156,7 +241,7 @@ def follow(tree: TokenTree, texts: Sequence[Sequence[int]]) -> list[list[int]]:
     for tokens, parents, valid, text in rows:
         children, path = _children(tokens, parents, valid), [0]
         for token in text:
-            child = children.get((path[-1], token))
+            child = children.get(path[-1], {}).get(token)
             if child is None:
                 break
             path.append(child)
@@ -164,21 +249,21 @@ def follow(tree: TokenTree, texts: Sequence[Sequence[int]]) -> list[list[int]]:
     return paths
 
 
-def _children(tokens: list[int], parents: list[int], valid: list[bool]) -> dict[tuple[int, int], int]:
-    """(parent, token) -> child; of two siblings with the same token the first counts."""
-    table: dict[tuple[int, int], int] = {}
+def _children(tokens: list[int], parents: list[int], valid: list[bool]) -> Children:
+    """Of two siblings with the same token the first counts."""
+    table: Children = {}
     for node in range(1, len(tokens)):
         if valid[node]:
-            table.setdefault((parents[node], tokens[node]), node)
+            table.setdefault(parents[node], {}).setdefault(tokens[node], node)
     return table
 
 
-def _walk(children: dict[tuple[int, int], int], pick) -> Verified:
+def _walk(children: Children, pick: Callable[[int], int]) -> Verified:
     path, emitted = [0], []
     while True:
         token = pick(path[-1])
         emitted.append(token)
-        child = children.get((path[-1], token))
+        child = children.get(path[-1], {}).get(token)
         if child is None:
             return Verified(path, emitted)
         path.append(child)

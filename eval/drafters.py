@@ -80,6 +80,7 @@ class _Name:
     size: int | str
     allow_other_target: bool
     rows: int
+    by_rank: bool
 
     def chain_length(self) -> int:
         """Drafts of a step: of `@chainN`, else of the tree's size that the recipe asks for, else CHAIN."""
@@ -89,17 +90,25 @@ class _Name:
 
 
 def plan_drafter(
-    name: str, head: Path | None, size: int | str, allow_other_target: bool = False, rows: int = 1
+    name: str,
+    head: Path | None,
+    size: int | str,
+    allow_other_target: bool = False,
+    rows: int = 1,
+    by_rank: bool = False,
 ) -> DrafterPlan:
     """The plan of one name. head: the folder that plain `head` means. size: nodes of a tree, or "auto". rows: how many
-    are decoded at a time. Raises RecipeError for a name that means nothing."""
+    are decoded at a time. by_rank: models take their likeliest tokens at any temperature. Raises RecipeError for a name
+    that means nothing."""
     described, _, place = name.partition(":")
     matched = re.fullmatch(r"([a-z-]+?)(?:@([a-z]+)(\d*))?", described)
     known = _KINDS.get(matched[1]) if matched else None
     if matched is None or known is None:
         raise RecipeError(f"drafter {name!r} is not known; expected {PLAIN}, {', '.join(_KINDS)}")
     number = int(matched[3]) if matched[3] else None
-    return known(_Name(name, matched[1], matched[2] or "", number, place, head, size, allow_other_target, rows))
+    return known(
+        _Name(name, matched[1], matched[2] or "", number, place, head, size, allow_other_target, rows, by_rank)
+    )
 
 
 def _check_plan(name: _Name, *plans: str) -> None:
@@ -126,7 +135,7 @@ def _model(name: _Name) -> DrafterPlan:
     length = name.chain_length()
 
     def make(target: Target) -> Drafter:
-        return ModelDrafter(open_draft_model(name.place, target), target, length)
+        return ModelDrafter(open_draft_model(name.place, target), target, length, by_rank=name.by_rank)
 
     return DrafterPlan(name.whole, make, length + 1)
 
@@ -146,14 +155,16 @@ def _layer_skip(name: _Name) -> DrafterPlan:
         length = name.chain_length() if name.plan or name.size != "auto" else None
 
         def skipping(target: Target) -> Drafter:
-            return skipping_drafter(folder, target, length, allow_other_target=name.allow_other_target)
+            return skipping_drafter(
+                folder, target, length, by_rank=name.by_rank, allow_other_target=name.allow_other_target
+            )
 
         return DrafterPlan(name.whole, skipping, (length or LONGEST) + 1)
     length = name.chain_length()
 
     def early(target: Target) -> Drafter:
         layer = name.number if name.plan == "exit" and name.number else max(1, target.num_layers // 2)
-        return EarlyExitDrafter(target, layer, length)
+        return EarlyExitDrafter(target, layer, length, by_rank=name.by_rank)
 
     return DrafterPlan(name.whole, early, length + 1)
 
@@ -179,7 +190,7 @@ def _union(name: _Name) -> DrafterPlan:
     parts = [part for part in name.place.split("+") if part]
     if len(parts) < 2 or PLAIN in parts:
         raise RecipeError(f"drafter {name.whole!r} is no union; expected union:A+B, such as union:ngram+head:RUN")
-    plans = [plan_drafter(part, name.head, name.size, name.allow_other_target, name.rows) for part in parts]
+    plans = [plan_drafter(part, name.head, name.size, name.allow_other_target, name.rows, True) for part in parts]
     budget = max(plan.budget for plan in plans) if name.size == "auto" else int(name.size)
     return DrafterPlan(name.whole, lambda target: UnionDrafter([plan.make(target) for plan in plans]), budget)
 

@@ -20,7 +20,7 @@ from rich.table import Table as RichTable
 from headstart.data.progress import Progress
 from headstart.decode.decode_copy import in_float32, make_faster
 from headstart.decode.drafters.base import NoDraft
-from headstart.decode.drafters.plans import SampledChain
+from headstart.decode.drafters.plans import SampledChain, SampledTree
 from headstart.decode.sampling import SamplingSettings
 from headstart.errors import DataError, refuse_unwritable
 from headstart.eval import identity
@@ -67,7 +67,7 @@ def run(
     refuse_unwritable(folder)
     if 0 in trained.recipe.eval.temperature:
         for plan in next(iter(plans.values())):
-            if isinstance(plan.plan, SampledChain):
+            if isinstance(plan.plan, SampledChain | SampledTree):
                 print(f"note: at temperature 0 {plan.name} draws nothing; it drafts the likeliest tokens")
     report = measure(trained, plans)
     paths = write_report(report, folder)

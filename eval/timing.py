@@ -17,6 +17,7 @@ from headstart.data.rendering import ChatRenderer
 from headstart.decode.drafters.base import Drafter, NoDraft, Request
 from headstart.decode.engine import WIDTHS, Engine, StepRecord
 from headstart.decode.sampling import SamplingSettings
+from headstart.errors import HeadstartError
 from headstart.eval.memory import MemoryWatch
 from headstart.eval.prompts import Question
 from headstart.eval.transformers_arm import Generated, TransformersArm
@@ -110,6 +111,11 @@ def time_arms(
         engines[name] = Engine(target, one.drafter, batch_size=batch_size, budget=one.budget)
     transformers_arm = TransformersArm(target) if transformers_questions and batch_size == 1 else None
     settings = settings or SamplingSettings()
+    if not settings.exact:
+        raise HeadstartError(
+            f"lossy={settings.lossy!r} changes what the target writes, so its figures stand in no table with exact "
+            "ones; leave it out here, or measure it alone with Engine.generate and eval.acceptance.count_steps"
+        )
     run, watch = Measurement(), MemoryWatch(engines)
 
     def request(index: int, turn: int, answers: Sequence[str]) -> Request:

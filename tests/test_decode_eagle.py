@@ -235,8 +235,8 @@ def test_plans_that_cannot_be_drafted_are_refused_in_a_sentence():
         SampledChain(length=3, stop_below=1.5)
     medusa = build_head(MedusaConfig(num_heads=2), target)
     assert isinstance(head_drafter(medusa, target, [(0,)]), MedusaDrafter)
-    with pytest.raises(HeadstartError, match="static tree"):
-        head_drafter(medusa, target, SampledChain(length=2))
+    with pytest.raises(HeadstartError, match="static or a sampled tree"):
+        head_drafter(medusa, target, DynamicTree(depth=2, width=2, num_nodes=4))
 
 
 def test_the_head_in_training_is_not_touched():

@@ -28,13 +28,13 @@ from test_decode_sampling import (
 )
 
 from headstart.decode.drafters.base import NoDraft
-from headstart.decode.drafters.drawing import draw_drafts
+from headstart.decode.drafters.drawing import draw_children
 from headstart.decode.drafters.eagle import EagleDrafter
 from headstart.decode.drafters.plans import SampledChain
 from headstart.decode.engine import Engine
-from headstart.decode.sampling import SamplingSettings, draw, probabilities
+from headstart.decode.sampling import SamplingSettings, probabilities
 from headstart.decode.tree import DrawnFrom, TokenTree, Topology
-from headstart.decode.verify import choose_or_keep, verify
+from headstart.decode.verify import verify
 from headstart.heads.configs import Eagle3Config
 from headstart.heads.store import build_head
 from headstart.heads.vocab import DraftVocab
@@ -193,32 +193,26 @@ def test_a_smaller_sample_has_the_targets_joint_distribution(name, setting):
 def bonus_from_p(monkeypatch):
     """After a rejection the token is drawn from the whole of p, not from what the draft leaves over."""
 
-    def faulty(logits, settings, drafts, trial, uniform):
-        p = torch.cat([probabilities(row[None], one) for row, one in zip(logits, settings, strict=True)])
-        tokens = choose_or_keep(logits, settings, drafts, trial, uniform)
-        rejected = torch.tensor([d >= 0 and d != t for d, t in zip(drafts.tokens, tokens.tolist(), strict=True)])
-        return draw(p, uniform).where(rejected, tokens)
-
-    monkeypatch.setattr("headstart.decode.verify.choose_or_keep", faulty)
+    monkeypatch.setattr("headstart.decode.verify.residual", lambda p, q: p)
 
 
 def q_before_processing(monkeypatch):
     """The draft is drawn under the row's settings, but q is what the head said before them."""
 
-    def faulty(logits, rows, going):
-        columns, _ = draw_drafts(logits, rows, going)
-        return columns, probabilities(logits, WARM)
+    def faulty(logits, rows, going, count):
+        columns, _ = draw_children(logits, rows, going, count)
+        return columns, probabilities(logits[:, 0], WARM)[:, None]
 
-    monkeypatch.setattr("headstart.decode.drafters.eagle.draw_drafts", faulty)
+    monkeypatch.setattr("headstart.decode.drafters.eagle.draw_children", faulty)
 
 
 def q_of_an_argmax(monkeypatch):
     """B65: the draft is the argmax, the trial divides by its probability."""
 
-    def faulty(logits, rows, going):
-        return logits.argmax(-1), draw_drafts(logits, rows, going)[1]
+    def faulty(logits, rows, going, count):
+        return logits.argmax(-1, keepdim=True), draw_children(logits, rows, going, count)[1]
 
-    monkeypatch.setattr("headstart.decode.drafters.eagle.draw_drafts", faulty)
+    monkeypatch.setattr("headstart.decode.drafters.eagle.draw_children", faulty)
 
 
 def the_drafts_numbers_again(monkeypatch):

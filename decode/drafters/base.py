@@ -4,7 +4,7 @@ One step of a batch: `propose` a tree per row, the target verifies all trees in 
 How the known drafters fit, in three lines each (state kept; propose; commit):
 
 - Medusa tree: the feature of the last committed token; all heads' top ranks in one product, laid out along a static
-  tree; commit replaces the feature. Trees are deterministic.
+  tree; commit replaces the feature. Trees are deterministic, or drawn once per depth.
 - EAGLE: a KVCache of its own, holding only true features of the accepted prefix; its layer runs once per level over
   (embedding, feature) pairs, tree entries thrown away; commit runs it over the committed (token, feature) pairs.
 - Draft model, sampled chains: its own KVCache, behind the target's by at most the last proposal; draws each token from

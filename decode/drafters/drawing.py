@@ -6,31 +6,60 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headstart.decode.drafters.base import Rows
-from headstart.decode.sampling import draw, group_by_distribution, probabilities
+from headstart.decode.drafters.growth import best_choices
+from headstart.decode.sampling import draw_in_turn, group_by_distribution, probabilities
 from headstart.decode.tree import DrawnFrom, TokenTree, Topology
+
+
+def draw_children(
+    logits: Float[Tensor, "rows width columns"], rows: Rows, going: Sequence[bool], count: int
+) -> tuple[Int[Tensor, "rows width count"], Float[Tensor, "rows width drawn"]]:
+    """`count` different columns below every node of a level, in the order in which they were drawn, and what the first
+    of them was drawn from: zeros where the likeliest were taken by rank, and no column at all where every row is
+    greedy.
+
+    A row spends width * count numbers of its own stream on a level that it makes (`going`), and none on any other.
+    A distribution with fewer than `count` columns in it fills up with any (see `drawable`).
+    """
+    settings = [request.settings for request in rows.requests]
+    groups = group_by_distribution(settings)
+    shape, device = (*logits.shape[:2], count), logits.device
+    if any(setting.greedy for setting in settings):
+        columns = best_choices(logits, count)[1]
+    else:
+        columns = torch.zeros(shape, dtype=torch.long, device=device)
+    drawn_from = torch.zeros(logits.shape if groups else (*shape[:2], 0), dtype=torch.float64, device=device)
+    for group in groups:
+        drawing = [row for row in group if going[row]]
+        index = torch.tensor(drawing, dtype=torch.long, device=device)
+        probs = probabilities(logits[index].flatten(0, 1), rows.requests[group[0]].settings)
+        numbers = [[rows.streams[row].random() for _ in range(shape[1] * count)] for row in drawing]
+        uniforms = torch.tensor(numbers, dtype=torch.float64, device=device).view(-1, count)
+        columns[index] = draw_in_turn(probs, uniforms).view(-1, *shape[1:])
+        drawn_from[index] = probs.view(-1, *logits.shape[1:])
+    return columns, drawn_from
+
+
+def drawable(
+    drawn_from: Float[Tensor, "rows width drawn"], sampled: Sequence[bool], count: int
+) -> Bool[Tensor, "rows width count"]:
+    """Which of a node's `count` children could be drawn: as many as its distribution has columns. Of rows that take
+    theirs by rank, all."""
+    columns = (drawn_from > 0).sum(-1, keepdim=True)
+    by_rank = ~torch.tensor(sampled, device=drawn_from.device)[:, None, None]
+    return by_rank | (torch.arange(count, device=drawn_from.device) < columns)
 
 
 def draw_drafts(
     logits: Float[Tensor, "rows columns"], rows: Rows, going: Sequence[bool]
 ) -> tuple[Int[Tensor, "rows"], Float[Tensor, "rows drawn"]]:
-    """One column per row, and the distribution that it was drawn from: zeros where the argmax was taken, and no column
-    at all where every row is greedy.
-
-    A row spends a number of its own stream on every draft that it makes (`going`), and on no other.
-    """
-    columns, groups = logits.argmax(-1), group_by_distribution([request.settings for request in rows.requests])
-    probs = torch.zeros(logits.shape if groups else (len(logits), 0), dtype=torch.float64, device=logits.device)
-    for group in groups:
-        drawing = [row for row in group if going[row]]
-        index = torch.tensor(drawing, dtype=torch.long, device=logits.device)
-        probs[index] = probabilities(logits[index], rows.requests[group[0]].settings)
-        numbers = torch.tensor([rows.streams[row].random() for row in drawing], dtype=torch.float64)
-        columns[index] = draw(probs[index], numbers.to(logits.device))
-    return columns, probs
+    """One column per row, the next of a chain: `draw_children` with one node and one child."""
+    columns, drawn_from = draw_children(logits[:, None], rows, going, 1)
+    return columns[:, 0, 0], drawn_from[:, 0]
 
 
 def draw_chain(
@@ -38,23 +67,29 @@ def draw_chain(
     rows: Rows,
     limits: Sequence[int],
     read: Callable[[Int[Tensor, "rows"]], Float[Tensor, "rows columns"]],
+    *,
+    by_rank: bool = False,
 ) -> TokenTree:
     """A chain per row of as many tokens as its limit, the longest of at least one.
 
     logits: behind the roots, a column for each of the first target ids. read: the logits behind the next token of every
-    row; it is not asked for those behind the longest chain's last one.
+    row; it is not asked for those behind the longest chain's last one. by_rank: rows that sample take the likeliest
+    tokens too, as a tree that is merged with others must.
     """
     most, device = max(limits), logits.device
     drafted, drawn_from = [torch.zeros(len(rows), dtype=torch.long, device=device)], []
     for depth in range(1, most + 1):
         if depth > 1:
             logits = read(drafted[-1])
+        if by_rank:
+            drafted.append(logits.argmax(-1))
+            continue
         columns, probs = draw_drafts(logits, rows, [depth <= limit for limit in limits])
         drafted.append(columns)
         drawn_from.append(probs)
     chain = Topology.chain(most, device).expand(len(rows)).within(torch.tensor(limits, device=device))
     sampled = [not request.settings.greedy for request in rows.requests]
-    if not any(sampled):
+    if by_rank or not any(sampled):
         return TokenTree(torch.stack(drafted, dim=1), chain)
     ids = torch.arange(logits.shape[1], device=device)
     return TokenTree(torch.stack(drafted, dim=1), chain, DrawnFrom(torch.stack(drawn_from, dim=1), ids, sampled))

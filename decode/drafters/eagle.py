@@ -1,4 +1,4 @@
-"""EAGLE: a head that feeds on its own states drafts a chain, a static tree, or a tree of its likeliest tokens.
+"""EAGLE: a head that feeds on its own states drafts a static tree, by rank or drawn, or a tree of its likeliest tokens.
 
     drafter = EagleDrafter(load_head("runs/demo/head", target), target, DynamicTree(depth=5, width=8, num_nodes=24))
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -22,9 +23,9 @@ from torch import Tensor
 from headstart.decode.decode_copy import make_head_faster
 from headstart.decode.drafters.base import Committed, Rows, take
 from headstart.decode.drafters.draft_rows import DraftRows
-from headstart.decode.drafters.drawing import draw_drafts
-from headstart.decode.drafters.growth import Growth, Level, best_choices, log_probabilities, static_levels
-from headstart.decode.drafters.plans import DEEPEST, DynamicTree, Plan, StaticTree, as_plan, chain_paths
+from headstart.decode.drafters.drawing import draw_children, drawable
+from headstart.decode.drafters.growth import Growth, StaticLayout, best_choices, log_probabilities
+from headstart.decode.drafters.plans import DEEPEST, DynamicTree, Plan, SampledTree, StaticTree, as_plan, chain_paths
 from headstart.decode.drafters.unrolling import PairCache, TreeLevels
 from headstart.decode.tree import DrawnFrom, Path, TokenTree, Topology, sort_paths
 from headstart.heads.unrolled import UnrolledHead
@@ -45,9 +46,8 @@ class EagleDrafter:
         self, head: UnrolledHead, target: Target, plan: Plan | Sequence[Path] | None = None, *, widen: bool = True
     ):
         plan = as_plan(chain_paths(head.num_depths) if plan is None else plan)
-        if isinstance(plan, StaticTree):
-            paths = sort_paths(plan.paths, DEEPEST, head.draft_vocab_size)
-            plan = StaticTree(paths=paths, stop_below=plan.stop_below)
+        if isinstance(plan, StaticTree | SampledTree):
+            plan = replace(plan, paths=sort_paths(plan.paths, DEEPEST, head.draft_vocab_size))
         self.plan = plan
         self.head = copy.deepcopy(head).to(target.device, target.dtype).eval().requires_grad_(False)
         make_head_faster(self.head, target)
@@ -55,9 +55,8 @@ class EagleDrafter:
         self._rows = DraftRows(target.output, self.head.vocab, borrows=self.head.output_weight is None, widen=widen)
         self._new_pairs = lambda: PairCache(self.head, target.embedding, target.dtype, torch.device(target.device))
         self._pairs = self._new_pairs()
-        self._trees: dict[int, list[Level]] = {}
+        self._layouts: dict[int, StaticLayout] = {}
         """Of a static tree, by number of drafts."""
-        self._topologies: dict[int, Topology] = {}
 
     # -- the contract with the engine --------------------------------------------------------------------------------
 
@@ -72,11 +71,9 @@ class EagleDrafter:
             topology = Topology.chain(0, self._device).expand(len(rows))
             return TokenTree(torch.zeros_like(topology.parents), topology)
         with TreeLevels(self._pairs) as levels:
-            if isinstance(self.plan, StaticTree):
-                return self._static(levels, drafts)
             if isinstance(self.plan, DynamicTree):
                 return self._grow(self.plan, levels).tree(drafts)
-            return self._chain(levels, drafts, rows)
+            return self._static(levels, drafts, rows)
 
     def commit(self, rows: Rows, first: int, committed: Committed) -> None:
         if not any(committed.counts):
@@ -118,15 +115,20 @@ class EagleDrafter:
         """Whether a row has a pair to draft from: not yet after a prompt of one token."""
         return torch.tensor([length > 0 for length in self._pairs.cache.lengths], device=self._device)
 
-    # -- static trees ------------------------------------------------------------------------------------------------
+    # -- static trees, their nodes taken by rank or drawn ------------------------------------------------------------
 
-    def _static(self, levels: TreeLevels, drafts: int) -> TokenTree:
+    def _static(self, levels: TreeLevels, drafts: int, rows: Rows) -> TokenTree:
+        by_rank = isinstance(self.plan, StaticTree)
+        sampled = [not by_rank and not request.settings.greedy for request in rows.requests]
         logits, known = self._first_logits(), self._known()
         drafted: list[Int[Tensor, "rows nodes"]] = []
         scores: list[Float[Tensor, "rows nodes"]] = []
         """Cumulative log-probabilities, where they are asked for."""
+        drawn_from: list[Float[Tensor, "rows width columns"]] = []
+        missing: list[Bool[Tensor, "rows nodes"]] = []
+        """Nodes for which nothing was left to be drawn."""
         going, limit = known, known.long()
-        for level in self._layout(drafts):
+        for level in self._layout(drafts).levels:
             if level.depth > 1:
                 if self.plan.stop_below:
                     going = going & (scores[-1].amax(1) >= math.log(self.plan.stop_below))
@@ -135,31 +137,42 @@ class EagleDrafter:
                 limit = limit + going
                 above = level.above.expand(len(known), -1)
                 logits = self._logits(levels.expand(drafted[-1][:, level.expanded], above))
-            values, columns = best_choices(logits, level.num_ranks)
+            if any(sampled):
+                columns, probs = draw_children(logits, rows, going.tolist(), level.num_ranks)
+                values = logits.gather(2, columns)
+                drawn_from.append(probs)
+                missing.append(~drawable(probs, sampled, level.num_ranks).flatten(1)[:, level.choice])
+            else:
+                values, columns = best_choices(logits, level.num_ranks)
             drafted.append(self._rows.target_ids(columns).flatten(1)[:, level.choice])
             if self.plan.stop_below:
                 logs = log_probabilities(values, logits)
                 if scores:
                     logs = logs + scores[-1][:, level.expanded, None]
                 scores.append(logs.flatten(1)[:, level.choice])
-        return self._within(torch.cat(drafted, dim=1), drafts, limit)
+        tree = self._within(torch.cat(drafted, dim=1), drafts, limit)
+        if not any(sampled):
+            return tree
+        ids = self._rows.target_ids(torch.arange(logits.shape[-1], device=self._device))
+        drawn = DrawnFrom(torch.cat(drawn_from, dim=1), ids, sampled, self._layout(drafts).places)
+        unfilled = drafts - sum(nodes.shape[1] for nodes in missing)
+        dropped = torch.nn.functional.pad(torch.cat(missing, dim=1), (1, unfilled), value=False)
+        return TokenTree(tree.tokens, tree.topology.without(dropped), drawn)
 
     def _within(self, drafted: Int[Tensor, "rows some"], drafts: int, limit: Int[Tensor, "rows"]) -> TokenTree:
         """The tree of a fixed shape, nodes below `limit` of their row made invalid; missing tokens are among them."""
-        if drafts not in self._topologies:
-            paths = self.plan.paths if isinstance(self.plan, StaticTree) else chain_paths(drafts)
-            self._topologies[drafts] = Topology.from_paths(paths[:drafts], self._device)
-        topology = self._topologies[drafts].expand(len(drafted))
+        topology = self._layout(drafts).topology.expand(len(drafted))
         tokens = torch.nn.functional.pad(drafted, (1, drafts - drafted.shape[1]))
         if bool((limit < topology.max_depth).any()):
             topology = topology.within(limit)
         return TokenTree(tokens, topology)
 
-    def _layout(self, drafts: int) -> list[Level]:
-        if drafts not in self._trees:
-            assert isinstance(self.plan, StaticTree)
-            self._trees[drafts] = static_levels(self.plan.paths[:drafts], self._device)
-        return self._trees[drafts]
+    def _layout(self, drafts: int) -> StaticLayout:
+        """The first nodes of the tree: it is in order of depth, so a smaller one is its beginning."""
+        if drafts not in self._layouts:
+            assert not isinstance(self.plan, DynamicTree)
+            self._layouts[drafts] = StaticLayout(self.plan.paths[:drafts], self._device)
+        return self._layouts[drafts]
 
     # -- dynamic trees -----------------------------------------------------------------------------------------------
 
@@ -200,31 +213,3 @@ class EagleDrafter:
                 yield self._grow(self.plan, levels)
         self._rows.select([])
         self._pairs = self._new_pairs()
-
-    # -- sampled chains ----------------------------------------------------------------------------------------------
-
-    def _chain(self, levels: TreeLevels, drafts: int, rows: Rows) -> TokenTree:
-        sampled = [not request.settings.greedy for request in rows.requests]
-        logits, going = self._first_logits(), self._known()
-        limit, score = torch.zeros_like(going, dtype=torch.long), 0.0
-        drafted, drawn_from = [], []
-        for depth in range(1, drafts + 1):
-            limit = limit + going
-            columns, probs = draw_drafts(logits[:, 0], rows, going.tolist())
-            drafted.append(self._rows.target_ids(columns))
-            drawn_from.append(probs)
-            if depth == drafts:
-                break
-            if self.plan.stop_below:
-                own = logits.gather(2, columns[:, None, None])
-                score = score + log_probabilities(own, logits)[:, 0, 0]
-                going = going & (score >= math.log(self.plan.stop_below))
-            if not going.any():
-                break
-            tokens = drafted[-1][:, None]
-            logits = self._logits(levels.expand(tokens, torch.zeros_like(tokens)))
-        tree = self._within(torch.stack(drafted, dim=1), drafts, limit)
-        if not any(sampled):
-            return tree
-        ids = self._rows.target_ids(torch.arange(logits.shape[-1], device=self._device))
-        return TokenTree(tree.tokens, tree.topology, DrawnFrom(torch.stack(drawn_from, dim=1), ids, sampled))

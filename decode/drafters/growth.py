@@ -87,6 +87,18 @@ def static_levels(paths: Sequence[Path], device: torch.device | str = "cpu") -> 
     return levels
 
 
+class StaticLayout:
+    """What follows from the shape of a static tree: its levels, its topology, and which nodes have children."""
+
+    def __init__(self, paths: Sequence[Path], device: torch.device | str = "cpu"):
+        self.levels = static_levels(paths, device)
+        self.topology = Topology.from_paths(paths, device)
+        above = {path[:-1] for path in paths}
+        inner = [node for node in [(), *paths] if node in above]
+        self.places = [inner.index(node) if node in above else 0 for node in [(), *paths]]
+        """Per node with children, its place among those: the order in which the levels expand them."""
+
+
 class Growth:
     """A dynamic tree under way (EAGLE-2): candidates level by level, each worth its path's product of probabilities.
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 from headstart.decode.drafters.eagle import EagleDrafter
 from headstart.decode.drafters.medusa import MedusaDrafter
-from headstart.decode.drafters.plans import Plan, StaticTree, as_plan
+from headstart.decode.drafters.plans import Plan
 from headstart.decode.tree import Path
-from headstart.errors import HeadstartError
 from headstart.heads.base import Head
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.unrolled import UnrolledHead
@@ -23,11 +22,4 @@ def head_drafter(
     if isinstance(head, UnrolledHead):
         return EagleDrafter(head, target, plan, widen=widen)
     assert isinstance(head, MedusaHead)
-    if plan is None:
-        return MedusaDrafter(head, target, widen=widen)
-    plan = as_plan(plan)
-    if not isinstance(plan, StaticTree) or plan.stop_below:
-        raise HeadstartError(
-            f"Medusa heads draft all depths at once and cannot follow {plan}; give a static tree without stop_below"
-        )
-    return MedusaDrafter(head, target, plan.paths, widen=widen)
+    return MedusaDrafter(head, target, plan, widen=widen)

@@ -1,9 +1,11 @@
 """Medusa: every head's first choices, laid out along a static tree. https://arxiv.org/abs/2401.10774
 
-    drafter = MedusaDrafter(load_head("runs/demo/head", target), target, paths=[(0,), (1,), (0, 0)])
+    drafter = MedusaDrafter(load_head("runs/demo/head", target), target, [(0,), (1,), (0, 0)])
 
 A node at depth d is a choice of head d - 1, and all nodes of a depth choose among the same tokens (the paper's
 cartesian tree): the heads do not see which token stands above. They read the feature of the token before the root.
+In a sampled tree these tokens are drawn, once for all nodes of a depth: whichever of them is accepted, the draws below
+it are independent of that.
 """
 
 from __future__ import annotations
@@ -17,27 +19,38 @@ from torch import Tensor
 
 from headstart.decode.drafters.base import Committed, Rows
 from headstart.decode.drafters.draft_rows import DraftRows
-from headstart.decode.drafters.plans import chain_paths
-from headstart.decode.tree import Path, TokenTree, Topology, sort_paths
+from headstart.decode.drafters.drawing import draw_children, drawable
+from headstart.decode.drafters.growth import best_choices
+from headstart.decode.drafters.plans import DynamicTree, Plan, StaticTree, as_plan, chain_paths
+from headstart.decode.tree import DrawnFrom, Path, TokenTree, Topology, sort_paths
+from headstart.errors import HeadstartError
 from headstart.heads.medusa import MedusaHead
 from headstart.target import Target
 
 
 class MedusaDrafter:
-    """Proposes the static tree `paths` of a Medusa head's choices; None: a chain of every head's first choice.
+    """Proposes a static tree of a Medusa head's choices, given by its paths, or a sampled one; None: a chain of every
+    head's first choice.
 
     Takes a copy of the head, in the target's dtype and on its device. widen: draft each row's own prompt and answer
     tokens too, where the head borrows the target's output rows. Raises HeadstartError, naming the node, for a tree that
-    these heads cannot fill.
+    these heads cannot fill, and for a plan that asks them for each other's drafts.
     """
 
     name = "medusa"
 
     def __init__(
-        self, head: MedusaHead, target: Target, paths: Sequence[Sequence[int]] | None = None, *, widen: bool = True
+        self, head: MedusaHead, target: Target, plan: Plan | Sequence[Path] | None = None, *, widen: bool = True
     ):
         heads = head.config.num_heads
-        self.paths = sort_paths(chain_paths(heads) if paths is None else paths, heads, head.draft_vocab_size)
+        plan = as_plan(chain_paths(heads) if plan is None else plan)
+        if isinstance(plan, DynamicTree) or plan.stop_below:
+            raise HeadstartError(
+                f"Medusa heads draft all depths at once and cannot follow {plan}; give a static or a sampled tree "
+                "without stop_below"
+            )
+        self.paths = sort_paths(plan.paths, heads, head.draft_vocab_size)
+        self._by_rank = isinstance(plan, StaticTree)
         self.head = copy.deepcopy(head).to(target.device, target.dtype).eval().requires_grad_(False)
         self.wants = self.head.wants
         self._rows = DraftRows(target.output, self.head.vocab, borrows=self.head.output_weight is None, widen=widen)
@@ -62,13 +75,21 @@ class MedusaDrafter:
         self._rows.read(rows.ids)
         logits = self.head.logits(self.head.draft_hidden(self._final, layout.depth), self._rows.selected)
         logits = self._rows.forbid_others(logits)
-        choices = self._rows.target_ids(logits.topk(layout.num_ranks, dim=-1).indices)
-        drafts = choices.flatten(1)[:, layout.choice]
-        tokens = torch.cat([torch.zeros_like(drafts[:, :1]), drafts], dim=1)
         if not all(self._known):
             most = [layout.depth if known else 0 for known in self._known]
-            topology = topology.within(torch.tensor(most, device=tokens.device))
-        return TokenTree(tokens, topology)
+            topology = topology.within(torch.tensor(most, device=logits.device))
+        sampled = [not self._by_rank and not request.settings.greedy for request in rows.requests]
+        if not any(sampled):
+            return TokenTree(self._tokens(best_choices(logits, layout.num_ranks)[1], layout), topology)
+        columns, probs = draw_children(logits, rows, self._known, layout.num_ranks)
+        missing = ~drawable(probs, sampled, layout.num_ranks).flatten(1)[:, layout.choice]
+        topology = topology.without(torch.nn.functional.pad(missing, (1, 0), value=False))
+        ids = self._rows.target_ids(torch.arange(logits.shape[-1], device=logits.device))
+        return TokenTree(self._tokens(columns, layout), topology, DrawnFrom(probs, ids, sampled, layout.places))
+
+    def _tokens(self, columns: Int[Tensor, "rows depth ranks"], layout: _Layout) -> Int[Tensor, "rows nodes"]:
+        drafts = self._rows.target_ids(columns).flatten(1)[:, layout.choice]
+        return torch.nn.functional.pad(drafts, (1, 0))
 
     def commit(self, rows: Rows, first: int, committed: Committed) -> None:
         came = [first + row for row, count in enumerate(committed.counts) if count]
@@ -107,3 +128,5 @@ class _Layout:
             [(len(path) - 1) * self.num_ranks + path[-1] for path in paths], dtype=torch.long, device=device
         )
         """Per node, the index into the choices of all depths, rank after rank."""
+        self.places = [0, *map(len, paths)]
+        """Per node, whose choices its children are: those of the head of its depth."""

@@ -30,16 +30,17 @@ class ModelDrafter:
     """Chains of `length` tokens of another causal model. Raises HeadstartError where it reads other tokens.
 
     Its attention is switched to ours, for good. Ids that only one of the two output heads has, as padded vocabularies
-    do, are never drafted. A row whose text has come to the end of the model's positions is decoded plainly.
+    do, are never drafted. A row whose text has come to the end of the model's positions is decoded plainly. by_rank:
+    rows that sample get the likeliest tokens too, which a union can verify.
     """
 
     wants: tuple[int, ...] = ()
 
-    def __init__(self, model: Target, target: Target, length: int = 4, *, name: str = "model"):
+    def __init__(self, model: Target, target: Target, length: int = 4, *, by_rank: bool = False, name: str = "model"):
         if length < 0:
             raise HeadstartError(f"a chain of {length} drafts cannot be drafted; give 0 or more")
         check_same_tokens(model, target)
-        self.model, self.length, self.name = model, length, name
+        self.model, self.length, self.by_rank, self.name = model, length, by_rank, name
         self.num_columns = min(model.vocab_size, target.vocab_size)
         model.model.set_attn_implementation(IMPLEMENTATION)
         self._cache = KVCache(model.num_layers, slots=0, capacity=0)
@@ -61,7 +62,11 @@ class ModelDrafter:
             return NoDraft().propose(rows, budget)
         self._cut_back(rows)
         logits = self._run([ids[len(read) :] for ids, read in zip(rows.ids, self._read, strict=True)])
-        return draw_chain(logits, rows, limits, lambda tokens: self._run([[token] for token in tokens.tolist()]))
+
+        def read(tokens: Int[Tensor, "rows"]) -> Float[Tensor, "rows columns"]:
+            return self._run([[token] for token in tokens.tolist()])
+
+        return draw_chain(logits, rows, limits, read, by_rank=self.by_rank)
 
     def commit(self, rows: Rows, first: int, committed: Committed) -> None:
         """A prompt is read as it comes in; what a step committed is read with the next proposal."""

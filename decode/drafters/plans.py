@@ -1,4 +1,4 @@
-"""How a feature-level head drafts: along a static tree, a dynamic one, or a chain of drawn tokens.
+"""How a feature-level head drafts: along a static tree, a dynamic one, or a tree or chain of drawn tokens.
 
 A plan is chosen per drafter and told by its class; `headstart tune` finds the best one for a head on a device.
 `stop_below` is the same in all: a row is not drafted deeper than the first depth at which the likeliest of its nodes
@@ -65,9 +65,37 @@ class DynamicTree:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SampledTree:
+    """A static tree whose nodes are drawn: the children of a node one after the other, without replacement, from the
+    head's distribution under the row's own settings. Verified by recursive rejection, where wide trees gain more than
+    with fixed choices; a greedy row drafts the likeliest tokens.
+
+    A node is drawn only after all its elder siblings, so ranks below a node have no gaps.
+    """
+
+    paths: Sequence[Path]
+    """In any order; no path is plain decoding."""
+    stop_below: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_stop(self.stop_below)
+        there = {tuple(path) for path in self.paths}
+        for path in sorted(there):
+            if path and path[-1] > 0 and (*path[:-1], path[-1] - 1) not in there:
+                raise HeadstartError(
+                    f"tree node {list(path)} is drawn after its sibling {[*path[:-1], path[-1] - 1]}, which is not in "
+                    "the tree; add it"
+                )
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of a tree at most, root included."""
+        return len(self.paths) + 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class SampledChain:
-    """A chain whose tokens are drawn from the head's distribution under the row's own settings, and verified by
-    rejection; a greedy row drafts the likeliest tokens."""
+    """The sampled tree of one child per node, which rejection verifies without recursion."""
 
     length: int
     """Drafted tokens."""
@@ -79,17 +107,21 @@ class SampledChain:
             raise HeadstartError(f"a chain of {self.length} drafts cannot be drafted; give 0 to {DEEPEST}")
 
     @property
+    def paths(self) -> list[Path]:
+        return chain_paths(self.length)
+
+    @property
     def num_nodes(self) -> int:
         """Nodes of a chain at most, root included."""
         return self.length + 1
 
 
-Plan = StaticTree | DynamicTree | SampledChain
+Plan = StaticTree | DynamicTree | SampledTree | SampledChain
 
 
 def as_plan(plan: Plan | Sequence[Path]) -> Plan:
     """A list of paths is a static tree."""
-    return plan if isinstance(plan, StaticTree | DynamicTree | SampledChain) else StaticTree(paths=plan)
+    return plan if isinstance(plan, Plan) else StaticTree(paths=plan)
 
 
 def _check_stop(stop_below: float) -> None:
