@@ -149,7 +149,7 @@ def test_windows_drafts_and_logits_are_those_of_plain_forwards(family, window, l
     few = {"vocab_size": 20, "dtype": torch.float64}  # so few tokens that the pool is asked for known ones
     target, model = tiny.target(family, **few), tiny.model(family, **few)
     prompts = stubs.prompts_of((3, 12, 1, 17), target.vocab_size)
-    lengths = [16, 5, 12, 12]
+    lengths = [9, 5, 16, 12]
     requests = [
         Request(prompt_ids=prompt, max_new_tokens=length, request_id=index)
         for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
