@@ -56,6 +56,8 @@ class StepRecord:
     """Tokens in the cache before the step."""
     rows: int
     """Rows of the batch in this step."""
+    extra_queries: int = 0
+    """Queries of the drafter's own that rode in the forward, per row, padding included."""
 
 
 @dataclass
@@ -99,7 +101,7 @@ class Engine:
         self.batch_size, self.budget, self.prefill_chunk = batch_size, budget, prefill_chunk
         target.model.set_attn_implementation(IMPLEMENTATION)
         self.cache = KVCache(target.num_layers, slots=0, capacity=0)
-        self.rows = Rows(cache=self.cache, device=torch.device(target.device))
+        self.rows = Rows(cache=self.cache, device=torch.device(target.device), max_positions=target.max_positions)
         self._done: list[Generation] = []
         """The generations under way, in row order."""
         self._limits: list[int] = []
@@ -108,6 +110,8 @@ class Engine:
         """Per row: its random numbers, one for each new token that it may have; none for a greedy row."""
         self._processors: list[LogitsProcessorList] = []
         """Per row: what changes its logits by its text; mostly empty."""
+        self._most_queries = 0
+        """Extra queries per row that the cache has room for: the most that a step has had."""
         self.mask_bytes = 0
         """Size of the largest attention mask so far."""
 
@@ -192,8 +196,7 @@ class Engine:
                     end_token_ids=sorted(self.target.end_token_ids),
                 )
             )
-        room = max(self._limits) + _padded_width(self.budget)
-        self.cache.grow(min(self.batch_size, max(len(self.rows), self.cache.slots)), room)
+        self._make_room(min(self.batch_size, max(len(self.rows), self.cache.slots)))
         self.cache.join(len(requests))
         self.drafter.start(self.rows, first)
         started = self._now()
@@ -201,6 +204,10 @@ class Engine:
         seconds = self._now() - started
         for generation in self._done[first:]:
             generation.prefill_seconds = seconds
+
+    def _make_room(self, slots: int) -> None:
+        """For the longest row's text, and for the widest step behind it."""
+        self.cache.grow(slots, max(self._limits) + _padded_width(self.budget) + self._most_queries)
 
     def _prefill(self, first: int) -> None:
         """Reads the prompts of rows first.. but for their last tokens, in chunks, right-padded."""
@@ -245,7 +252,8 @@ class Engine:
         mask = self.target.masks(allowed, distance)
         for one in mask.values() if isinstance(mask, dict) else [mask]:
             self.mask_bytes = max(self.mask_bytes, one.numel() * one.element_size())
-        # Padding and nodes past the limit may stand past the last position that the model knows; they are never read.
+        # Padding, nodes past the limit and extra queries may stand past the last position that the model knows; what
+        # comes out there is never emitted.
         positions = positions.clamp(max=self.target.max_positions - 1)
         start = None if done is None else (done.layer, done.states)
         cache, wants = self.cache.as_transformers, self.drafter.wants
@@ -259,11 +267,16 @@ class Engine:
         tree = self._fit(self.drafter.propose(rows, self.budget))
         drafted = self._now()
 
+        sent = tree.with_queries()
+        num_queries = sent.num_nodes - tree.num_nodes
+        if num_queries > self._most_queries:
+            self._most_queries = num_queries
+            self._make_room(cache.slots)
         lengths = torch.tensor(cache.lengths, device=rows.device)
         cache.begin(0, len(rows))
-        mask = tree_mask(tree.topology, lengths, cache.key_length(tree.num_nodes))
-        features = self._forward(tree.tokens, *mask, tree.verify_from)
-        logits = self.target.output.logits(features.final)
+        mask = tree_mask(sent.topology, lengths, cache.key_length(sent.num_nodes))
+        features = self._forward(sent.tokens, *mask, tree.verify_from)
+        logits, extra_logits = self._logits(tree, features)
         settings = [request.settings for request in rows.requests]
         numbers = self._next_uniforms(tree), *self._next_trials(tree)
         verdicts = verify(tree, logits, settings, *numbers, texts=self._texts())
@@ -281,7 +294,7 @@ class Engine:
             self._done[row].token_ids += emitted
         cache.compact([verdict.path for verdict in verdicts])
         committed_at = self._now()
-        self.drafter.commit(rows, 0, self._committed(tree, verdicts, features))
+        self.drafter.commit(rows, 0, self._committed(tree, verdicts, features, extra_logits))
         drafted_again = self._now()
 
         staying = []
@@ -302,6 +315,7 @@ class Engine:
                     host_seconds,
                     context[row],
                     len(verdicts),
+                    num_queries,
                 )
             )
             if reason is None:
@@ -322,6 +336,17 @@ class Engine:
         tokens = tree.tokens.clone()
         tokens[:, 0] = self.rows.roots()
         return replace(tree, tokens=tokens).padded(_padded_width(tree.num_nodes))
+
+    def _logits(
+        self, tree: TokenTree, features: Features
+    ) -> tuple[Float[Tensor, "batch nodes vocab"], Float[Tensor, "batch wanted vocab"] | None]:
+        """Of the tree's nodes, and of the extra queries that the drafter wants; the output head is read once."""
+        if tree.extra is None:
+            return self.target.output.logits(features.final), None
+        nodes, rows = tree.num_nodes, torch.arange(len(self.rows), device=self.rows.device)[:, None]
+        wanted = features.final[rows, nodes + tree.extra.wanted]
+        logits = self.target.output.logits(torch.cat([features.final[:, :nodes], wanted], dim=1))
+        return logits[:, :nodes], logits[:, nodes:]
 
     def _next_uniforms(self, tree: TokenTree) -> Float[Tensor, "batch levels"]:
         """Each row's random numbers for the tokens it may emit in this step, indexed by depth."""
@@ -383,14 +408,16 @@ class Engine:
                 return count
         return None
 
-    def _committed(self, tree: TokenTree, verdicts: list[Verified], features: Features) -> Committed:
-        """Tokens and features of the accepted paths."""
+    def _committed(
+        self, tree: TokenTree, verdicts: list[Verified], features: Features, extra_logits: Tensor | None
+    ) -> Committed:
+        """Tokens and features of the accepted paths, and what the drafter asked for."""
         counts = [len(verdict.path) for verdict in verdicts]
         most = max(counts)
         paths = torch.tensor([verdict.path + [0] * (most - len(verdict.path)) for verdict in verdicts])
         paths = paths.to(self.rows.device)
         rows = torch.arange(len(verdicts), device=paths.device)[:, None]
-        return Committed(tree.tokens[rows, paths], counts, take(features, rows, paths))
+        return Committed(tree.tokens[rows, paths], counts, take(features, rows, paths), extra_logits)
 
     def _now(self) -> float:
         if self.rows.device.type == "cuda":

@@ -10,7 +10,7 @@ Letters in shapes: batch rows, `nodes` per tree (root included).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -21,6 +21,9 @@ from headstart.errors import HeadstartError
 
 Path = tuple[int, ...]
 """A node of a static tree as child ranks from the root: (0, 2) is the third-best child of the best child."""
+
+Branch = tuple[int, ...]
+"""The tokens from a root's first child down to a node."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,6 +178,21 @@ class VerifyFrom:
 
 
 @dataclass(frozen=True, eq=False)
+class ExtraQueries:
+    """Tokens that ride in the target's forward behind the trees, for the drafter alone; see `decode.drafters.base`.
+
+    They hang below each row's root like a second tree, whose nodes are neither drafts nor seen by drafts: parents tell
+    what each of them sees and where it stands. A row that has fewer is padded at the end, with any tokens.
+    """
+
+    tokens: Int[Tensor, "batch queries"]
+    parents: Int[Tensor, "batch queries"]
+    """The query above each one, which stands before it; -1: the root of the row's tree."""
+    wanted: Int[Tensor, "batch wanted"]
+    """The queries whose logits the drafter gets; a row that wants fewer is padded at the end, with any queries."""
+
+
+@dataclass(frozen=True, eq=False)
 class TokenTree:
     """A batch of candidate trees."""
 
@@ -184,7 +202,9 @@ class TokenTree:
     drawn: DrawnFrom | None = None
     """Where tokens were drawn and not chosen."""
     verify_from: VerifyFrom | None = None
-    """Where the drafter has run the target's first layers over the very nodes, the root among them."""
+    """Where the drafter has run the target's first layers over the very nodes, the root among them. Such a tree has no
+    extra queries, which nobody ran those layers over."""
+    extra: ExtraQueries | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -194,7 +214,34 @@ class TokenTree:
         extra = width - self.num_nodes
         if extra <= 0:
             return self
-        tokens, done = torch.nn.functional.pad(self.tokens, (0, extra)), self.verify_from
+        done = self.verify_from
         if done is not None:
             done = VerifyFrom(done.layer, torch.nn.functional.pad(done.states, (0, 0, 0, extra)))
-        return TokenTree(tokens, self.topology.padded(width), self.drawn, done)
+        tokens = torch.nn.functional.pad(self.tokens, (0, extra))
+        return replace(self, tokens=tokens, topology=self.topology.padded(width), verify_from=done)
+
+    def with_queries(self) -> TokenTree:
+        """What the target is sent: the nodes, and behind them the extra queries as invalid nodes of the same trees."""
+        if self.extra is None:
+            return self
+        tokens, above = self.extra.tokens, self.extra.parents
+        parents = torch.where(above < 0, 0, above + self.num_nodes)
+        invalid = torch.zeros_like(above, dtype=torch.bool)
+        return TokenTree(
+            torch.cat([self.tokens, tokens], dim=1),
+            Topology(torch.cat([self.topology.parents, parents], 1), torch.cat([self.topology.valid, invalid], 1)),
+        )
+
+    @classmethod
+    def from_branches(cls, rows: Sequence[Sequence[Branch]], device: torch.device | str = "cpu") -> TokenTree:
+        """One tree per row from its branches, each behind the one that it goes on from; padded to the largest."""
+        width = 1 + max(map(len, rows), default=0)
+        tokens, parents, valid = [], [], []
+        for branches in rows:
+            index = {(): 0} | {branch: place for place, branch in enumerate(branches, 1)}
+            padding = width - 1 - len(branches)
+            tokens.append([0, *(branch[-1] for branch in branches), *[0] * padding])
+            parents.append([-1, *(index[branch[:-1]] for branch in branches), *[0] * padding])
+            valid.append([True] * (1 + len(branches)) + [False] * padding)
+        topology = Topology(torch.tensor(parents, device=device), torch.tensor(valid, device=device))
+        return cls(torch.tensor(tokens, device=device), topology)

@@ -11,14 +11,23 @@ How the known drafters fit, in three lines each (state kept; propose; commit):
   `probabilities(logits, row's settings)` at a number of the row's stream and hands that distribution on with the tree;
   commit cuts its cache to the committed length.
 - n-grams: an index over `rows.ids`; looks up the last n-gram and proposes what followed; commit indexes the new tokens.
-- Lookahead: its windows, as extra queries (tokens, positions, mask rows) that ride in the target's forward behind the
-  tree; their logits come back in `commit` and fill the pool that `propose` reads.
+- Lookahead: its windows ride in the target's forward behind the tree, as extra queries; their logits come back in
+  `commit` and fill the pool that `propose` reads.
 - Layer skip: runs the target's first layers over its chain with `rows.cache`, keeping the states at the exit; the
   engine then verifies from that layer on, because the tree carries those states; commit forgets them.
 - Union: proposes with both, merges the trees over shared prefixes within the budget; commits to both; `wants` is the
   union of theirs.
 - Adaptive length: wraps one drafter and lowers the budget per step from what was accepted at tested depths; with a
   budget of one it proposes the root alone, which is plain decoding.
+
+Extra queries. A drafter that wants to ask the target something of its own hands `TokenTree.extra` on with its tree:
+tokens that hang below the root, or below one another, as drafts would. Where a query hangs says it all: it sees the
+committed text, the queries above it and itself, and stands as many positions behind the root as there are of them, so
+that its logits are those of a plain forward over that very text, in layers with sliding windows too. They come back in
+`Committed.extra_logits` of the step's `commit`, for the queries that were wanted. No draft ever sees a query, none is
+verified or emitted, and no key of one stays in the cache. Queries are no part of the budget, but cost what nodes cost,
+except at the output head, which reads the wanted ones only. A query past the last position that the target knows
+(`Rows.max_positions`) is computed at that one, and means little. A drafter without queries leaves `extra` out.
 """
 
 from __future__ import annotations
@@ -35,7 +44,7 @@ from torch import Tensor
 from headstart.decode.cache import KVCache
 from headstart.decode.sampling import SamplingSettings
 from headstart.decode.tree import TokenTree, Topology
-from headstart.target import Features
+from headstart.target import UNLIMITED_POSITIONS, Features
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +75,8 @@ class Rows:
     """Each row's own numbers for drafts that are drawn and for their trials: whoever takes one has used it up."""
     cache: KVCache = None  # pyright: ignore[reportAssignmentType]  (set by the engine before any row joins)
     device: torch.device = torch.device("cpu")
+    max_positions: int = UNLIMITED_POSITIONS
+    """Tokens of the longest text that the target can read."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -86,6 +97,8 @@ class Committed:
     """How many of a row's tokens are meant; the rest of the row is padding. Zero: nothing for this row."""
     features: Features
     """`final` and taps, [batch, most, dim]."""
+    extra_logits: Float[Tensor, "batch wanted vocab"] | None = None
+    """Of the extra queries that the step's trees carried, those that were wanted, with their padding."""
 
     def last_final(self) -> Float[Tensor, "batch dim"]:
         """The final feature of each row's last token (of its first one where the count is zero)."""
