@@ -1,8 +1,9 @@
 """Drawing a level of drafts, once, for every drafter that draws: so that what the rejection rule divides by is the very
-distribution that the draft came from."""
+distribution that the draft came from. And when to stop: where what was drafted so far looks doubtful to the drafter."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -30,3 +31,11 @@ def draw_drafts(
         numbers = torch.tensor([rows.streams[row].random() for row in drawing], dtype=torch.float64)
         columns[index] = draw(probs[index], numbers.to(logits.device))
     return columns, probs
+
+
+def least_scores(stop_below: float | Sequence[float], device: torch.device) -> Float[Tensor, "bounds"] | None:
+    """`stop_below`, one for all rows or one each, as log-probabilities; None where no row ever stops."""
+    bounds = stop_below if isinstance(stop_below, Sequence) else [stop_below]
+    if not any(bounds):
+        return None
+    return torch.tensor([math.log(bound) if bound else -math.inf for bound in bounds], device=device)

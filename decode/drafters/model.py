@@ -10,6 +10,8 @@ be any copy of the target too, say one with weights in 8 bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -17,7 +19,9 @@ from torch import Tensor
 from headstart.decode.attention import IMPLEMENTATION, tree_mask
 from headstart.decode.cache import KVCache
 from headstart.decode.drafters.base import Committed, Rows
-from headstart.decode.drafters.drawing import draw_drafts
+from headstart.decode.drafters.drawing import draw_drafts, least_scores
+from headstart.decode.drafters.growth import log_probabilities
+from headstart.decode.drafters.plans import check_stop
 from headstart.decode.tree import DrawnFrom, TokenTree, Topology
 from headstart.errors import HeadstartError
 from headstart.target import Target
@@ -31,15 +35,19 @@ class ModelDrafter:
 
     Its attention is switched to ours, for good. Ids that only one of the two output heads has, as padded vocabularies
     do, are never drafted. A row whose text has come to the end of the model's positions is decoded plainly.
+    stop_below: drafting ends, in each row, where the model's own probability of all that is drafted is below this.
     """
 
     wants: tuple[int, ...] = ()
 
-    def __init__(self, model: Target, target: Target, length: int = 4, *, name: str = "model"):
+    def __init__(self, model: Target, target: Target, length: int = 4, *, stop_below: float = 0.0, name: str = "model"):
         if length < 0:
             raise HeadstartError(f"a chain of {length} drafts cannot be drafted; give 0 or more")
         check_same_tokens(model, target)
+        check_stop(stop_below)
         self.model, self.length, self.name = model, length, name
+        self.stop_below: float | Sequence[float] = stop_below
+        """One for all rows, or one for each."""
         self.num_columns = min(model.vocab_size, target.vocab_size)
         model.model.set_attn_implementation(IMPLEMENTATION)
         self._cache = KVCache(model.num_layers, slots=0, capacity=0)
@@ -60,20 +68,30 @@ class ModelDrafter:
         room = [self.model.max_positions - len(ids) for ids in rows.ids]
         limits = [max(0, min(wanted, left)) for left in room]
         most = max(limits)
-        chain = Topology.chain(most, device).expand(len(rows)).within(torch.tensor(limits, device=device))
         if most == 0:
+            chain = Topology.chain(0, device).expand(len(rows))
             return TokenTree(torch.zeros_like(chain.parents), chain)
         sampled = [not request.settings.greedy for request in rows.requests]
         self._cut_back(rows)
         logits = self._run([ids[len(read) :] for ids, read in zip(rows.ids, self._read, strict=True)])
         drafted, drawn_from = [torch.zeros(len(rows), dtype=torch.long, device=device)], []
+        least, score = least_scores(self.stop_below, device), torch.zeros(len(rows), device=device)
         for depth in range(1, most + 1):
             columns, probs = draw_drafts(logits, rows, [depth <= limit for limit in limits])
             drafted.append(columns)
             drawn_from.append(probs)
-            if depth < most:
-                logits = self._run([[token] for token in columns.tolist()])
+            if least is not None:
+                own = logits.gather(1, columns[:, None])[:, None]
+                score = score + log_probabilities(own, logits[:, None])[:, 0, 0]
+                limits = [
+                    min(limit, depth) if doubts else limit
+                    for limit, doubts in zip(limits, (score < least).tolist(), strict=True)
+                ]
+            if depth >= max(limits):
+                break
+            logits = self._run([[token] for token in columns.tolist()])
         tokens = torch.stack(drafted, dim=1)
+        chain = Topology.chain(len(drawn_from), device).expand(len(rows)).within(torch.tensor(limits, device=device))
         if not any(sampled):
             return TokenTree(tokens, chain)
         ids = torch.arange(self.num_columns, device=device)
