@@ -11,19 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from headstart.decode.drafters.base import Committed, Drafter, Rows
-from headstart.decode.tree import TokenTree, Topology
+from headstart.decode.drafters.branches import Branch, tree_of_branches
+from headstart.decode.tree import TokenTree
 from headstart.errors import HeadstartError
 
 PRIOR_RATE, PRIOR_WEIGHT = 0.5, 2.0
 """What a place starts from: PRIOR_RATE to the power of its depth, worth PRIOR_WEIGHT observations."""
-
-Branch = tuple[int, ...]
-"""The tokens from a root's first child down to a node."""
 
 
 class UnionDrafter:
@@ -57,7 +54,7 @@ class UnionDrafter:
         by_drafter = [_branches(tree) for tree in trees]
         self._proposed = [[branches[row] for branches in by_drafter] for row in range(len(rows))]
         self._lengths = [len(ids) for ids in rows.ids]
-        return _tree_of([self._best(one, budget - 1) for one in self._proposed], rows.device)
+        return tree_of_branches([self._best(one, budget - 1) for one in self._proposed], rows.device)
 
     def commit(self, rows: Rows, first: int, committed: Committed) -> None:
         for one in self.drafters:
@@ -123,17 +120,3 @@ def _branches(tree: TokenTree) -> list[list[Branch]]:
             branches.append((*branches[parents[node]], tokens[node]) if valid[node] else ())
         found.append(branches[1:])
     return found
-
-
-def _tree_of(rows: Sequence[Sequence[Branch]], device: torch.device) -> TokenTree:
-    """One tree per row from its branches, parents first; padded to the largest."""
-    width = 1 + max(map(len, rows), default=0)
-    tokens, parents, valid = [], [], []
-    for branches in rows:
-        index = {(): 0} | {branch: place for place, branch in enumerate(branches, 1)}
-        padding = width - 1 - len(branches)
-        tokens.append([0, *(branch[-1] for branch in branches), *[0] * padding])
-        parents.append([-1, *(index[branch[:-1]] for branch in branches), *[0] * padding])
-        valid.append([True] * (1 + len(branches)) + [False] * padding)
-    topology = Topology(torch.tensor(parents, device=device), torch.tensor(valid, device=device))
-    return TokenTree(torch.tensor(tokens, device=device), topology)
