@@ -154,13 +154,18 @@ def replay(answer: RankedAnswer, paths: Sequence[Path]) -> list[tuple[int, int]]
     Steps that the answer's end cuts short are left out, as `StepRecord.cut` does while decoding: those that would emit
     past an end token or a length limit.
     """
+    return _steps(accepted_at(answer, paths))
+
+
+def accepted_at(answer: RankedAnswer, paths: Sequence[Path]) -> list[int]:
+    """Drafts that the static tree of `paths` has accepted at every base of the answer, visited by a replay or not."""
     nodes, accepted = set(paths), []
     for row in answer.ranks.tolist():
         depth = 0
         while depth < len(row) and tuple(row[: depth + 1]) in nodes:
             depth += 1
         accepted.append(depth)
-    return _steps(accepted)
+    return accepted
 
 
 def replay_grown(answer: GrownAnswer, depth: int, num_nodes: int) -> list[tuple[int, int]]:

@@ -22,7 +22,8 @@ from headstart.data.packing import TokenBatch, collate
 from headstart.data.rendering import Row, label_runs
 from headstart.decode.attention import prefill_mask
 from headstart.decode.cache import KVCache
-from headstart.decode.cost import DraftCosts, GrownAnswer, RankedAnswer
+from headstart.decode.cost import DraftCosts, GrownAnswer, RankedAnswer, measure_costs
+from headstart.decode.draft_length import StepCosts
 from headstart.decode.drafters.base import Committed, Drafter, Request, Rows, take
 from headstart.decode.drafters.eagle import EagleDrafter
 from headstart.decode.drafters.heads import head_drafter
@@ -278,6 +279,25 @@ def drafting_seconds(drafter: Drafter, target: Target, budget: int, steps: int =
     request = Request(prompt_ids=prompt[:longest], max_new_tokens=4 * steps, ignore_end=True)
     generation, *_ = engine.generate([request] * rows)
     return statistics.median(record.draft_seconds for record in generation.steps[1:] or generation.steps)
+
+
+def measure_depths(
+    drafter: Drafter,
+    target: Target,
+    budgets: Sequence[int],
+    *,
+    context_length: int = 128,
+    rows: int = 1,
+    steps: int = 16,
+) -> StepCosts:
+    """What a step costs on this device by the depth that is drafted: drafting and verifying.
+
+    budgets: as in `StepCosts`, for every depth from 0, plain decoding, on.
+    """
+    drafting = {nodes: drafting_seconds(drafter, target, nodes, steps) for nodes in sorted(set(budgets)) if nodes > 1}
+    widths = sorted({max(nodes, 1) for nodes in budgets})
+    curve = measure_costs(target, widths=widths, context_length=context_length, rows=rows, repeats=steps)
+    return StepCosts.measured(curve, lambda depth: drafting[budgets[depth]], budgets=budgets)
 
 
 def measure_levels(

@@ -62,6 +62,12 @@ class Topology:
         """Number of edges from the root: the position offset of each node."""
         return self.ancestors.sum(-1) - 1
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node hangs below the one before it."""
+        places = torch.arange(-1, self.num_nodes - 1, device=self.parents.device)
+        return bool((self.parents == places).all())
+
     @cached_property
     def max_depth(self) -> int:
         return int((self.depth * self.valid).max())

@@ -94,7 +94,7 @@ def test_probabilities_never_pass_one_so_parents_stay_when_everything_ties():
     growth = Growth(torch.tensor([True]))
     growth.add(columns, log_probabilities(values, logits[:, :1]))
     for _ in range(3):
-        assert growth.choose_frontier(2, 0.0)
+        assert growth.choose_frontier(2, None)
         values, columns = best_choices(logits, 2)
         assert log_probabilities(values, logits).max() <= 0
         growth.add(columns, log_probabilities(values, logits))

@@ -1,8 +1,10 @@
 """Drawing drafts, a level or a whole chain, once, for every drafter that draws: so that what the rejection rule divides
-by is the very distribution that the draft came from."""
+by is the very distribution that the draft came from. And when to stop: where what was drafted so far looks doubtful to
+the drafter."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -10,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headstart.decode.drafters.base import Rows
-from headstart.decode.drafters.growth import best_choices
+from headstart.decode.drafters.growth import best_choices, log_probabilities
 from headstart.decode.sampling import draw_in_turn, group_by_distribution, probabilities
 from headstart.decode.tree import DrawnFrom, TokenTree, Topology
 
@@ -69,27 +71,44 @@ def draw_chain(
     read: Callable[[Int[Tensor, "rows"]], Float[Tensor, "rows columns"]],
     *,
     by_rank: bool = False,
+    stop_below: float | Sequence[float] = 0.0,
 ) -> TokenTree:
     """A chain per row of as many tokens as its limit, the longest of at least one.
 
     logits: behind the roots, a column for each of the first target ids. read: the logits behind the next token of every
     row; it is not asked for those behind the longest chain's last one. by_rank: rows that sample take the likeliest
-    tokens too, as a tree that is merged with others must.
+    tokens too, as a tree that is merged with others must. stop_below: a chain ends where the probability of all that it
+    drafted is below this; one for all rows, or one for each.
     """
     most, device = max(limits), logits.device
     drafted, drawn_from = [torch.zeros(len(rows), dtype=torch.long, device=device)], []
+    least, score = least_scores(stop_below, device), torch.zeros(len(rows), device=device)
     for depth in range(1, most + 1):
         if depth > 1:
             logits = read(drafted[-1])
         if by_rank:
             drafted.append(logits.argmax(-1))
-            continue
-        columns, probs = draw_drafts(logits, rows, [depth <= limit for limit in limits])
-        drafted.append(columns)
-        drawn_from.append(probs)
-    chain = Topology.chain(most, device).expand(len(rows)).within(torch.tensor(limits, device=device))
+        else:
+            columns, probs = draw_drafts(logits, rows, [depth <= limit for limit in limits])
+            drafted.append(columns)
+            drawn_from.append(probs)
+        if least is not None:
+            score = score + log_probabilities(logits.gather(1, drafted[-1][:, None])[:, None], logits[:, None])[:, 0, 0]
+            doubts = (score < least).tolist()
+            limits = [min(limit, depth) if one else limit for limit, one in zip(limits, doubts, strict=True)]
+            if depth >= max(limits):
+                break
+    chain = Topology.chain(len(drafted) - 1, device).expand(len(rows)).within(torch.tensor(limits, device=device))
     sampled = [not request.settings.greedy for request in rows.requests]
     if by_rank or not any(sampled):
         return TokenTree(torch.stack(drafted, dim=1), chain)
     ids = torch.arange(logits.shape[1], device=device)
     return TokenTree(torch.stack(drafted, dim=1), chain, DrawnFrom(torch.stack(drawn_from, dim=1), ids, sampled))
+
+
+def least_scores(stop_below: float | Sequence[float], device: torch.device) -> Float[Tensor, "bounds"] | None:
+    """`stop_below`, one for all rows or one each, as log-probabilities; None where no row ever stops."""
+    bounds = stop_below if isinstance(stop_below, Sequence) else [stop_below]
+    if not any(bounds):
+        return None
+    return torch.tensor([math.log(bound) if bound else -math.inf for bound in bounds], device=device)

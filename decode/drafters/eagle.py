@@ -12,7 +12,6 @@ Letters in shapes: rows of the batch, width (nodes of one level), columns (draft
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -23,7 +22,7 @@ from torch import Tensor
 from headstart.decode.decode_copy import make_head_faster
 from headstart.decode.drafters.base import Committed, Rows, take
 from headstart.decode.drafters.draft_rows import DraftRows
-from headstart.decode.drafters.drawing import draw_children, drawable
+from headstart.decode.drafters.drawing import draw_children, drawable, least_scores
 from headstart.decode.drafters.growth import Growth, StaticLayout, best_choices, log_probabilities
 from headstart.decode.drafters.plans import DEEPEST, DynamicTree, Plan, SampledTree, StaticTree, as_plan, chain_paths
 from headstart.decode.drafters.unrolling import PairCache, TreeLevels
@@ -49,6 +48,8 @@ class EagleDrafter:
         if isinstance(plan, StaticTree | SampledTree):
             plan = replace(plan, paths=sort_paths(plan.paths, DEEPEST, head.draft_vocab_size))
         self.plan = plan
+        self.stop_below: float | Sequence[float] = plan.stop_below
+        """The plan's, until somebody sets another: one for all rows, or one for each."""
         self.head = copy.deepcopy(head).to(target.device, target.dtype).eval().requires_grad_(False)
         make_head_faster(self.head, target)
         self.wants = self.head.wants
@@ -115,12 +116,15 @@ class EagleDrafter:
         """Whether a row has a pair to draft from: not yet after a prompt of one token."""
         return torch.tensor([length > 0 for length in self._pairs.cache.lengths], device=self._device)
 
+    def _least_scores(self) -> Float[Tensor, "bounds"] | None:
+        return least_scores(self.stop_below, self._device)
+
     # -- static trees, their nodes taken by rank or drawn ------------------------------------------------------------
 
     def _static(self, levels: TreeLevels, drafts: int, rows: Rows) -> TokenTree:
         by_rank = isinstance(self.plan, StaticTree)
         sampled = [not by_rank and not request.settings.greedy for request in rows.requests]
-        logits, known = self._first_logits(), self._known()
+        logits, known, least = self._first_logits(), self._known(), self._least_scores()
         drafted: list[Int[Tensor, "rows nodes"]] = []
         scores: list[Float[Tensor, "rows nodes"]] = []
         """Cumulative log-probabilities, where they are asked for."""
@@ -130,8 +134,8 @@ class EagleDrafter:
         going, limit = known, known.long()
         for level in self._layout(drafts).levels:
             if level.depth > 1:
-                if self.plan.stop_below:
-                    going = going & (scores[-1].amax(1) >= math.log(self.plan.stop_below))
+                if least is not None:
+                    going = going & (scores[-1].amax(1) >= least)
                 if not going.any():
                     break
                 limit = limit + going
@@ -145,7 +149,7 @@ class EagleDrafter:
             else:
                 values, columns = best_choices(logits, level.num_ranks)
             drafted.append(self._rows.target_ids(columns).flatten(1)[:, level.choice])
-            if self.plan.stop_below:
+            if least is not None:
                 logs = log_probabilities(values, logits)
                 if scores:
                     logs = logs + scores[-1][:, level.expanded, None]
@@ -177,13 +181,13 @@ class EagleDrafter:
     # -- dynamic trees -----------------------------------------------------------------------------------------------
 
     def _grow(self, plan: DynamicTree, levels: TreeLevels) -> Growth:
-        growth = Growth(self._known())
+        growth, least = Growth(self._known()), self._least_scores()
         logits = self._first_logits()
         width = min(plan.width, self.head.draft_vocab_size)
         for depth in range(1, plan.depth + 1):
             values, columns = best_choices(logits, width)
             growth.add(self._rows.target_ids(columns), log_probabilities(values, logits))
-            if depth == plan.depth or not growth.choose_frontier(width, plan.stop_below):
+            if depth == plan.depth or not growth.choose_frontier(width, least):
                 break
             logits = self._logits(levels.expand(*growth.frontier()))
         return growth

@@ -9,7 +9,6 @@ logits).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -134,15 +133,15 @@ class Growth:
         self._scores.append(scores.masked_fill(~self._going[:, None, None], -torch.inf).flatten(1))
         self._parents.append(parents.flatten(1))
 
-    def choose_frontier(self, width: int, stop_below: float) -> bool:
+    def choose_frontier(self, width: int, least: Float[Tensor, "bounds"] | None) -> bool:
         """Takes the `width` likeliest candidates of the last level to be expanded; False where no row goes on.
 
-        A row stops where even the likeliest is less likely than `stop_below`.
+        A row stops where even the likeliest has a lower score than `least`, one for all rows or one for each.
         """
         best, order = self._scores[-1].sort(dim=1, descending=True, stable=True)
         self._order = order[:, :width]
-        if stop_below:
-            self._going = self._going & (best[:, 0] >= math.log(stop_below))
+        if least is not None:
+            self._going = self._going & (best[:, 0] >= least)
         return bool(self._going.any())
 
     def frontier(self) -> tuple[Int[Tensor, "rows width"], Int[Tensor, "rows width"]]:

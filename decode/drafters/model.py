@@ -10,6 +10,8 @@ be any copy of the target too, say one with weights in 8 bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -18,6 +20,7 @@ from headstart.decode.attention import IMPLEMENTATION, tree_mask
 from headstart.decode.cache import KVCache
 from headstart.decode.drafters.base import Committed, NoDraft, Rows
 from headstart.decode.drafters.drawing import draw_chain
+from headstart.decode.drafters.plans import check_stop
 from headstart.decode.tree import TokenTree, Topology
 from headstart.errors import HeadstartError
 from headstart.target import Target
@@ -31,16 +34,29 @@ class ModelDrafter:
 
     Its attention is switched to ours, for good. Ids that only one of the two output heads has, as padded vocabularies
     do, are never drafted. A row whose text has come to the end of the model's positions is decoded plainly. by_rank:
-    rows that sample get the likeliest tokens too, which a union can verify.
+    rows that sample get the likeliest tokens too, which a union can verify. stop_below: drafting ends, in each row,
+    where the model's own probability of all that is drafted is below this.
     """
 
     wants: tuple[int, ...] = ()
 
-    def __init__(self, model: Target, target: Target, length: int = 4, *, by_rank: bool = False, name: str = "model"):
+    def __init__(
+        self,
+        model: Target,
+        target: Target,
+        length: int = 4,
+        *,
+        by_rank: bool = False,
+        stop_below: float = 0.0,
+        name: str = "model",
+    ):
         if length < 0:
             raise HeadstartError(f"a chain of {length} drafts cannot be drafted; give 0 or more")
         check_same_tokens(model, target)
+        check_stop(stop_below)
         self.model, self.length, self.by_rank, self.name = model, length, by_rank, name
+        self.stop_below: float | Sequence[float] = stop_below
+        """One for all rows, or one for each."""
         self.num_columns = min(model.vocab_size, target.vocab_size)
         model.model.set_attn_implementation(IMPLEMENTATION)
         self._cache = KVCache(model.num_layers, slots=0, capacity=0)
@@ -66,7 +82,7 @@ class ModelDrafter:
         def read(tokens: Int[Tensor, "rows"]) -> Float[Tensor, "rows columns"]:
             return self._run([[token] for token in tokens.tolist()])
 
-        return draw_chain(logits, rows, limits, read, by_rank=self.by_rank)
+        return draw_chain(logits, rows, limits, read, by_rank=self.by_rank, stop_below=self.stop_below)
 
     def commit(self, rows: Rows, first: int, committed: Committed) -> None:
         """A prompt is read as it comes in; what a step committed is read with the next proposal."""

@@ -32,7 +32,7 @@ class StaticTree:
     stop_below: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_stop(self.stop_below)
+        check_stop(self.stop_below)
 
     @property
     def num_nodes(self) -> int:
@@ -56,7 +56,7 @@ class DynamicTree:
     stop_below: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_stop(self.stop_below)
+        check_stop(self.stop_below)
         for name, value, most in [("depth", self.depth, DEEPEST), ("width", self.width, 64)]:
             if not 1 <= value <= most:
                 raise HeadstartError(f"a dynamic tree of {name} {value} cannot be drafted; give 1 to {most}")
@@ -78,7 +78,7 @@ class SampledTree:
     stop_below: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_stop(self.stop_below)
+        check_stop(self.stop_below)
         there = {tuple(path) for path in self.paths}
         for path in sorted(there):
             if path and path[-1] > 0 and (*path[:-1], path[-1] - 1) not in there:
@@ -102,7 +102,7 @@ class SampledChain:
     stop_below: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_stop(self.stop_below)
+        check_stop(self.stop_below)
         if not 0 <= self.length <= DEEPEST:
             raise HeadstartError(f"a chain of {self.length} drafts cannot be drafted; give 0 to {DEEPEST}")
 
@@ -124,6 +124,7 @@ def as_plan(plan: Plan | Sequence[Path]) -> Plan:
     return plan if isinstance(plan, Plan) else StaticTree(paths=plan)
 
 
-def _check_stop(stop_below: float) -> None:
+def check_stop(stop_below: float) -> None:
+    """Raises HeadstartError where it is no probability."""
     if not 0 <= stop_below <= 1:
         raise HeadstartError(f"stop_below={stop_below} is no probability; give a number from 0 to 1 (0: never stop)")
