@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from headstart.decode.attention import IMPLEMENTATION, tree_mask
 from headstart.decode.cache import KVCache
@@ -30,16 +30,21 @@ class ModelDrafter:
     """Chains of `length` tokens of another causal model. Raises HeadstartError where it reads other tokens.
 
     Its attention is switched to ours, for good. Ids that only one of the two output heads has, as padded vocabularies
-    do, are never drafted. A row whose text has come to the end of the model's positions is decoded plainly.
+    do, are never drafted. A row whose text has come to the end of the model's positions is decoded plainly. drawn: rows
+    that sample draw their drafts; False: they take the likeliest tokens too, which keeps the text of plain sampling.
     """
 
     wants: tuple[int, ...] = ()
 
-    def __init__(self, model: Target, target: Target, length: int = 4, *, name: str = "model"):
+    def __init__(self, model: Target, target: Target, length: int = 4, *, name: str = "model", drawn: bool = True):
         if length < 0:
             raise HeadstartError(f"a chain of {length} drafts cannot be drafted; give 0 or more")
         check_same_tokens(model, target)
-        self.model, self.length, self.name = model, length, name
+        self.model, self.length, self.name, self.drawn = model, length, name, drawn
+        ours = {id(tensor) for tensor in (*target.model.parameters(), *target.model.buffers())}
+        own = [*model.model.parameters(), *model.model.buffers()]
+        self._own = [tensor for tensor in own if id(tensor) not in ours]
+        """What it does not share with the target, as a copy or a student does."""
         self.num_columns = min(model.vocab_size, target.vocab_size)
         model.model.set_attn_implementation(IMPLEMENTATION)
         self._cache = KVCache(model.num_layers, slots=0, capacity=0)
@@ -63,21 +68,26 @@ class ModelDrafter:
         chain = Topology.chain(most, device).expand(len(rows)).within(torch.tensor(limits, device=device))
         if most == 0:
             return TokenTree(torch.zeros_like(chain.parents), chain)
-        sampled = [not request.settings.greedy for request in rows.requests]
+        sampled = [self.drawn and not request.settings.greedy for request in rows.requests]
         self._cut_back(rows)
-        logits = self._run([ids[len(read) :] for ids, read in zip(rows.ids, self._read, strict=True)])
+        final = self._run([ids[len(read) :] for ids, read in zip(rows.ids, self._read, strict=True)])
         drafted, drawn_from = [torch.zeros(len(rows), dtype=torch.long, device=device)], []
         for depth in range(1, most + 1):
-            columns, probs = draw_drafts(logits, rows, [depth <= limit for limit in limits])
-            drafted.append(columns)
-            drawn_from.append(probs)
+            logits = self._logits(final)
+            if any(sampled):
+                columns, probs = draw_drafts(logits, rows, [depth <= limit for limit in limits])
+                drawn_from.append(probs)
+            else:
+                columns = logits.argmax(-1)
+            drafted.append(self._ids(columns))
             if depth < most:
-                logits = self._run([[token] for token in columns.tolist()])
+                final = self._run([[token] for token in drafted[-1].tolist()])
         tokens = torch.stack(drafted, dim=1)
         if not any(sampled):
             return TokenTree(tokens, chain)
-        ids = torch.arange(self.num_columns, device=device)
-        return TokenTree(tokens, chain, DrawnFrom(torch.stack(drawn_from, dim=1), ids, sampled))
+        probs = torch.stack(drawn_from, dim=1)
+        ids = self._ids(torch.arange(probs.shape[-1], device=device))
+        return TokenTree(tokens, chain, DrawnFrom(probs, ids, sampled))
 
     def commit(self, rows: Rows, first: int, committed: Committed) -> None:
         """A prompt is read as it comes in; what a step committed is read with the next proposal."""
@@ -91,11 +101,17 @@ class ModelDrafter:
         self._sure = [self._sure[row] for row in keep.tolist()]
 
     def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.model.model.parameters())
+        return sum(tensor.numel() for tensor in self._own if isinstance(tensor, nn.Parameter))
 
     def num_bytes(self) -> int:
-        held = [*self.model.model.parameters(), *self.model.model.buffers()]
-        return sum(tensor.numel() * tensor.element_size() for tensor in held) + self._cache.num_bytes()
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._own) + self._cache.num_bytes()
+
+    def _logits(self, final: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows columns"]:
+        return self.model.output.logits(final)[:, : self.num_columns]
+
+    def _ids(self, columns: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
+        """Target ids of columns of the logits."""
+        return columns
 
     def _cut_back(self, rows: Rows) -> None:
         """Forgets what is not the beginning of a row's text, and the root, whose logits are wanted."""
@@ -106,9 +122,9 @@ class ModelDrafter:
             del read[sure:]
             self._sure[row] = self._cache.lengths[row] = sure
 
-    def _run(self, tokens: list[list[int]], first: int = 0) -> Float[Tensor, "rows columns"]:
-        """Reads the next tokens of rows first.., and gives the logits behind each row's last one (any, where a row has
-        none)."""
+    def _run(self, tokens: list[list[int]], first: int = 0) -> Float[Tensor, "rows dim"]:
+        """Reads the next tokens of rows first.., and gives the final state behind each row's last one (any, where a row
+        has none)."""
         device, counts = torch.device(self.model.device), [len(some) for some in tokens]
         most = max(max(counts), 1)
         padded = torch.tensor([some + [0] * (most - len(some)) for some in tokens], device=device)
@@ -126,8 +142,7 @@ class ModelDrafter:
             self._cache.extend(row, len(some))
             self._read[row] += some
         last = torch.tensor(counts, device=device).clamp(min=1) - 1
-        final = features.final[torch.arange(len(tokens), device=device), last]
-        return self.model.output.logits(final)[:, : self.num_columns]
+        return features.final[torch.arange(len(tokens), device=device), last]
 
 
 def check_same_tokens(model: Target, target: Target) -> None:
