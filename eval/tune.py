@@ -5,7 +5,8 @@ headstart tune --head runs/quickstart
 Measures the cost of a step for every width, ranks the held-out answers' tokens under the head, grows a tree of every
 size and keeps the one with the highest forecast: tokens per step over seconds per step. For a head that reads its own
 states the same is done with dynamic trees, whose depth and width are tuned for every size, and the better of the two
-kinds is kept. `trees.json` beside the head holds all sizes of both, so that another device can choose again.
+kinds is kept. For a student, chains of every length are compared. `trees.json` beside the head holds all sizes of both,
+so that another device can choose again.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from headstart.decode.forecast import grow_rows, rank_answer, record_rows
 from headstart.errors import DataError, refuse_unwritable
 from headstart.eval.drafters import TREES
 from headstart.eval.trained import open_trained
+from headstart.heads.draft import DraftHead
 from headstart.heads.store import load_head
 from headstart.heads.unrolled import UnrolledHead
 from headstart.target import Target
@@ -82,7 +84,7 @@ def run(
     answers = [rank_answer(drafting, model, text, depth=depth) for text in texts]
     costs = measure_costs(model)
     draft_costs = measure_draft_costs(module, model, depth, grow_tree(answers, 16))
-    forecasts, dynamic = tune(answers, costs, draft_costs), {}
+    forecasts, dynamic = tune(answers, costs, draft_costs, chains=isinstance(module, DraftHead)), {}
     if isinstance(module, UnrolledHead):
         assert isinstance(draft_costs, DraftCosts)
         grown = {width: grow_rows(module, model, texts, depth=depth, width=width) for width in WIDTHS}

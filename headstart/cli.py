@@ -25,6 +25,7 @@ TRAINING_SCRIPTS = {
     "medusa": "headstart.train.medusa",
     "eagle": "headstart.train.eagle",
     "eagle3": "headstart.train.eagle",
+    "draft": "headstart.train.draft",
 }
 """The module that trains each type of head."""
 

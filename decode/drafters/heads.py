@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from headstart.decode.drafters.eagle import EagleDrafter
 from headstart.decode.drafters.medusa import MedusaDrafter
-from headstart.decode.drafters.plans import Plan, StaticTree, as_plan
+from headstart.decode.drafters.plans import Plan, SampledChain, StaticTree, as_plan, chain_paths
+from headstart.decode.drafters.student import StudentDrafter
 from headstart.decode.tree import Path
 from headstart.errors import HeadstartError
 from headstart.heads.base import Head
+from headstart.heads.draft import DraftHead
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.unrolled import UnrolledHead
 from headstart.target import Target
@@ -17,11 +19,13 @@ from headstart.target import Target
 
 def head_drafter(
     head: Head, target: Target, plan: Plan | Sequence[Path] | None = None, *, widen: bool = True
-) -> MedusaDrafter | EagleDrafter:
-    """The drafter of a head; None: a chain as deep as it was trained. Raises HeadstartError where the head cannot draft
-    after this plan."""
+) -> MedusaDrafter | EagleDrafter | StudentDrafter:
+    """The drafter of a head; None: a chain as deep as it was trained, of a student one of four. Raises HeadstartError
+    where the head cannot draft after this plan."""
     if isinstance(head, UnrolledHead):
         return EagleDrafter(head, target, plan, widen=widen)
+    if isinstance(head, DraftHead):
+        return _student(head, target, as_plan(chain_paths(4) if plan is None else plan), widen)
     assert isinstance(head, MedusaHead)
     if plan is None:
         return MedusaDrafter(head, target, widen=widen)
@@ -31,3 +35,12 @@ def head_drafter(
             f"Medusa heads draft all depths at once and cannot follow {plan}; give a static tree without stop_below"
         )
     return MedusaDrafter(head, target, plan.paths, widen=widen)
+
+
+def _student(head: DraftHead, target: Target, plan: Plan, widen: bool) -> StudentDrafter:
+    length = plan.num_nodes - 1
+    drawn = isinstance(plan, SampledChain)
+    chain = drawn or (isinstance(plan, StaticTree) and sorted(plan.paths) == chain_paths(length))
+    if not chain or plan.stop_below:
+        raise HeadstartError(f"students draft chains and cannot follow {plan}; give a chain without stop_below")
+    return StudentDrafter(head, target, length, drawn=drawn, widen=widen)
