@@ -89,7 +89,7 @@ class QuantisedProduct(Product):
         self._multiply, self._held = through_kernel or _widening(codes)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        rows = hidden.reshape(-1, self._columns).bfloat16()
+        rows = hidden.reshape(-1, self._columns).bfloat16().contiguous()  # a norm may hand over a part of its output
         if self._more_columns:
             rows = functional.pad(rows, (0, self._more_columns))
         out = self._multiply(rows)

@@ -215,12 +215,15 @@ def student_model(head: DraftHead, target: Target, *, whole: bool = True) -> Tar
     return Target(model.to(target.device), target.tokenizer, name=f"the student of {target.name}")
 
 
-def save_student(head: DraftHead, target: Target, folder: str | Path) -> Path:
+def save_student(head: DraftHead, target: Target, folder: str | Path, *, dtype: torch.dtype | None = None) -> Path:
     """Writes the student as a folder that transformers and serving engines load: model, borrowed weights and tokenizer.
 
-    Such a folder knows no draft vocabulary: an engine drafts from all tokens, also those that were not trained.
+    dtype: None is the target's. Such a folder knows no draft vocabulary: an engine drafts from all tokens, also those
+    that were not trained.
     """
-    model = student_model(head, target).model
+    model: Any = student_model(head, target).model
+    if dtype not in (None, target.dtype):
+        model = copy.deepcopy(model).to(dtype)  # what is shared stays as it is
     model.save_pretrained(folder)
     target.tokenizer.save_pretrained(folder)
     return Path(folder)

@@ -29,7 +29,7 @@ TRAINING_SCRIPTS = {
 }
 """The module that trains each type of head."""
 
-EXPORT_FORMATS = ("sglang", "speculators", "eagle", "medusa", "medusa-merged", "vllm-medusa")
+EXPORT_FORMATS = ("sglang", "speculators", "eagle", "medusa", "medusa-merged", "vllm-medusa", "transformers")
 """Layouts that a head can be written in; heads/formats knows which take which head."""
 
 # without these, accelerate asks for a configuration or warns about each one that it guessed

@@ -17,6 +17,7 @@ from headstart.errors import HeadError, HeadstartError
 from headstart.heads.base import Alignment
 from headstart.heads.configs import DraftConfig
 from headstart.heads.draft import even_layers, save_student, student_model
+from headstart.heads.formats import write_foreign
 from headstart.heads.losses import reference_loss
 from headstart.heads.store import build_head, load_head, refuse_misfit, save_head
 from headstart.target import load_target
@@ -293,6 +294,19 @@ def test_a_saved_student_is_a_plain_model_of_transformers(tmp_path, family, own)
         torch.testing.assert_close(plain(batch.input_ids).logits, expected, rtol=1e-5, atol=1e-5)
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == model.tokenizer.get_vocab()
     assert load_target(str(folder), dtype="float32", device="cpu").end_token_ids == model.end_token_ids
+
+
+def test_a_student_is_exported_as_that_and_as_nothing_else(tmp_path):
+    model = tiny.target("tied")
+    head = head_for(model, vocab_of(range(64), 257), kind="draft")
+    with pytest.raises(HeadError, match="sglang has no place for a student; give --format transformers"):
+        write_foreign(head, model, tmp_path / "no", "sglang")
+    with pytest.raises(HeadError, match="transformers has no place for medusa heads; give --format medusa"):
+        write_foreign(head_for(model), model, tmp_path / "no", "transformers")
+    with pytest.warns(UserWarning, match="has no draft vocabulary"):
+        folder = write_foreign(head, model, tmp_path / "it", "transformers", dtype=torch.bfloat16)
+    assert model.dtype == torch.float32 and load_target(str(folder), dtype="bfloat16", device="cpu").num_layers == 2
+    assert {tensor.dtype for tensor in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
 
 
 def test_a_saved_student_with_own_rows_of_few_tokens_has_the_targets_for_the_others(tmp_path):
