@@ -20,7 +20,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from headstart.decode.drafters.base import NoDraft, Request, Rows
-from headstart.decode.drafters.plans import DynamicTree, Plan, as_plan
+from headstart.decode.drafters.plans import DynamicTree, Plan, as_plan, chain_paths
 from headstart.decode.engine import WIDTHS, Engine
 from headstart.decode.tree import Path, TokenTree
 from headstart.target import Target
@@ -245,18 +245,25 @@ def tune(
     costs: CostCurve,
     draft_seconds: float | DraftCosts,
     sizes: Sequence[int] = SIZES,
+    *,
+    chains: bool = False,
 ) -> dict[int, Forecast]:
     """The best tree of every size with its forecast, by number of nodes; size 1 is plain decoding.
 
-    draft_seconds: one number for heads that draft all depths at once, else the costs of levels.
+    draft_seconds: one number for heads that draft all depths at once, else the costs of levels. chains: only chains of
+    first choices, up to as deep as the answers were ranked: for drafters that draft nothing else.
 
     τ is forecast crosswise: trees chosen on the even answers are scored on the odd ones and the other way round.
     """
     forecasts = {1: Forecast(paths=[], acceptance_length=1.0, speedup=1.0)}
     for size in sizes:
-        if size == 1:
+        if size == 1 or (chains and answers and size > 1 + answers[0].ranks.shape[1]):
             continue
-        tau, paths = mean_tokens(replay_crosswise(answers, size)), grow_tree(answers, size)
+        if chains:
+            paths = chain_paths(size - 1)
+            tau = mean_tokens([replay(answer, paths) for answer in answers])
+        else:
+            tau, paths = mean_tokens(replay_crosswise(answers, size)), grow_tree(answers, size)
         drafting = draft_seconds.of(paths) if isinstance(draft_seconds, DraftCosts) else draft_seconds
         speedup = tau * costs.at(1) / (costs.at(size) + drafting)
         forecasts[size] = Forecast(paths=paths, acceptance_length=tau, speedup=speedup)

@@ -79,6 +79,14 @@ def shared_copy(target: Target) -> Target:
     return Target(_over_shared_weights(target, {}), target.tokenizer, name=target.name)
 
 
+def plainly_linear(target: Target) -> Target:
+    """The same, with the model's own linear layers where others were swapped in; what else was swapped stays."""
+    plain: dict[int, nn.Module] = {
+        id(one): one.plain() for one in target.model.modules() if isinstance(one, LeanLinear)
+    }
+    return Target(_over_shared_weights(target, plain), target.tokenizer, name=target.name)
+
+
 def untouched(target: Target) -> Target:
     """The same weights, not copied, under the model's own modules and transformers' sdpa attention (eager where it has
     none)."""

@@ -27,11 +27,12 @@ from headstart.decode.draft_length import StepCosts
 from headstart.decode.drafters.base import Committed, Drafter, Request, Rows, take
 from headstart.decode.drafters.eagle import EagleDrafter
 from headstart.decode.drafters.heads import head_drafter
-from headstart.decode.drafters.plans import DynamicTree, Plan, as_plan
+from headstart.decode.drafters.plans import DynamicTree, Plan, as_plan, chain_paths
 from headstart.decode.engine import Engine
 from headstart.decode.tree import Path
 from headstart.decode.verify import follow
 from headstart.heads.base import Head
+from headstart.heads.draft import DraftHead
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.unrolled import UnrolledHead
 from headstart.target import Features, Target
@@ -95,7 +96,7 @@ def rank_answer(
 
     The head must be in the dtype in which it drafts (the target's), in evaluation mode. widen: as its drafter does.
     """
-    assert isinstance(head, MedusaHead | UnrolledHead)
+    assert isinstance(head, MedusaHead | UnrolledHead | DraftHead)
     depth = depth or head.num_depths
     states = draft_states(head, target, text, depth)
     ids_of_text = torch.tensor(text.token_ids, device=states.device)
@@ -111,7 +112,8 @@ def rank_answer(
     first_seen = torch.tensor([int((ids_of_text == token).nonzero()[0]) for token in extra], device=states.device)
 
     ranks = torch.full((len(answer), depth), -1, dtype=torch.long, device=states.device)
-    first_base = 0 if prompt_length > 1 else 1  # a prompt of one token has no feature before its root
+    # a prompt of one token has no feature before its root, which a student does not need
+    first_base = 0 if prompt_length > 1 or isinstance(head, DraftHead) else 1
     size = max(1, _CHUNK_ELEMENTS // (depth * len(ids)))
     for start in range(first_base, len(answer), size):
         bases = torch.arange(start, min(start + size, len(answer)), device=states.device)
@@ -127,7 +129,7 @@ def rank_answer(
 
 
 def draft_states(
-    head: MedusaHead | UnrolledHead, target: Target, text: Recorded, depth: int
+    head: MedusaHead | UnrolledHead | DraftHead, target: Target, text: Recorded, depth: int
 ) -> Float[Tensor, "bases depth dim"]:
     """What the output rows read to draft token b + d at base b, every draft before it being right.
 
@@ -137,6 +139,10 @@ def draft_states(
     read = torch.arange(text.prompt_length - 2, length - 2, device=text.features.final.device).clamp(min=0)
     if isinstance(head, MedusaHead):
         return head.draft_hidden(text.features.final[0, read], depth)
+    if isinstance(head, DraftHead):  # it reads the drafts themselves, which are the text
+        states = head.states(_as_batch(text, target.device), target.embedding)[0]
+        bases = torch.arange(text.prompt_length - 1, length - 1, device=read.device)
+        return states[(bases[:, None] + torch.arange(depth, device=read.device)).clamp(max=length - 1)]
     unrolled = head.unroll(text.features, _as_batch(text, target.device), target.embedding, depth)
     return torch.stack([step.output[0, read] for step in unrolled], dim=1)
 
@@ -322,3 +328,10 @@ def measure_levels(
         static[width] = of_level(paths)
         dynamic[width] = of_level(DynamicTree(depth=depth, width=width, num_nodes=depth * width + 1))
     return DraftCosts(first=first, static_level=static, dynamic_level=dynamic)
+
+
+def measure_chain(head: DraftHead, target: Target, *, depth: int, steps: int = 16, rows: int = 1) -> DraftCosts:
+    """What a student's first draft of a step costs, which reads what was accepted, and each further one."""
+    first, all_of_them = (measure_drafting(head, target, chain_paths(length), steps, rows) for length in (1, depth))
+    level = max(0.0, (all_of_them - first) / (depth - 1))
+    return DraftCosts(first=first, static_level={1: level}, dynamic_level={})

@@ -8,7 +8,7 @@ the two inner projections of an MLP) are one product.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import psutil
 import torch
@@ -40,11 +40,11 @@ class LeanLinear(Swapped):
 
 
 class PackedLinear(LeanLinear):
-    """A linear layer over a prepacked weight. The plain weight stays, for who reads it."""
+    """A linear layer over a packed copy of its weight. The plain weight stays, for who reads it."""
 
-    def __init__(self, linear: nn.Linear, product: _Product | None = None):
+    def __init__(self, linear: nn.Linear, product: Product):
         super().__init__(linear)
-        self._product = product or _Product([linear])
+        self._product = product
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self._product(hidden)
@@ -53,7 +53,7 @@ class PackedLinear(LeanLinear):
 class SiblingLinear(PackedLinear):
     """One of several layers that share a product: the first to be called computes it, the others take their part."""
 
-    def __init__(self, linear: nn.Linear, product: _Product, index: int):
+    def __init__(self, linear: nn.Linear, product: Product, index: int):
         super().__init__(linear, product)
         self.index = index
 
@@ -61,21 +61,19 @@ class SiblingLinear(PackedLinear):
         return self._product.part(hidden, self.index)
 
 
-class _Product:
-    """hidden @ weight.T + bias over the prepacked weights of one or several layers, one above the other."""
+class Product:
+    """hidden @ weight.T + bias for the weights of one or several layers, one above the other; a subclass says how."""
 
     def __init__(self, linears: Sequence[nn.Linear]):
-        weight = torch.cat([linear.weight.detach() for linear in linears])
         biases = [linear.bias for linear in linears if linear.bias is not None]
         assert len(biases) in (0, len(linears))
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
         self.bias = torch.cat([bias.detach() for bias in biases]) if biases else None
         self.sizes = [linear.out_features for linear in linears]
         self._hidden: Tensor | None = None
         self._parts: dict[int, Tensor] = {}
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(hidden, self.packed, self.bias, "none", [], "")
+        raise NotImplementedError
 
     def part(self, hidden: Tensor, index: int) -> Tensor:
         """The output of layer `index`. The tensor is held until all layers had theirs, so `is` cannot be fooled."""
@@ -85,6 +83,18 @@ class _Product:
         if not self._parts:
             self._hidden = None
         return part
+
+
+class _Prepacked(Product):
+    """In the layout of oneDNN."""
+
+    def __init__(self, linears: Sequence[nn.Linear]):
+        super().__init__(linears)
+        weight = torch.cat([linear.weight.detach() for linear in linears])
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return torch.ops.mkldnn._linear_pointwise(hidden, self.packed, self.bias, "none", [], "")
 
 
 def plain_linears(root: nn.Module) -> dict[str, nn.Linear]:
@@ -99,8 +109,13 @@ def packed_linears(linears: Mapping[str, nn.Linear]) -> dict[str, PackedLinear]:
     AttributeError where this processor or build of PyTorch has no such kernels.
     """
     copied = sum(linear.weight.numel() * linear.weight.element_size() for linear in linears.values())
-    if copied > psutil.virtual_memory().available / 2:
-        return {}
+    return {} if copied > psutil.virtual_memory().available / 2 else with_products(linears, _Prepacked)
+
+
+def with_products(
+    linears: Mapping[str, nn.Linear], make: Callable[[Sequence[nn.Linear]], Product]
+) -> dict[str, PackedLinear]:
+    """The layer that takes the place of each, by name; siblings share a product."""
     layers: dict[str, PackedLinear] = {}
     for name in linears:
         parent, dot, own = name.rpartition(".")
@@ -110,12 +125,12 @@ def packed_linears(linears: Mapping[str, nn.Linear]) -> dict[str, PackedLinear]:
         group = [linears[one] for one in names if one in linears]
         alike = len({(linear.in_features, linear.bias is None) for linear in group}) == 1
         if len(group) == len(names) > 1 and alike:
-            product = _Product(group)
+            product = make(group)
             layers |= {
                 one: SiblingLinear(linear, product, i) for i, (one, linear) in enumerate(zip(names, group, strict=True))
             }
         else:
-            layers[name] = PackedLinear(linears[name])
+            layers[name] = PackedLinear(linears[name], make([linears[name]]))
     return layers
 
 

@@ -5,12 +5,16 @@ A name is KIND, KIND@PLAN, KIND:PLACE or KIND@PLAN:PLACE. Plans: `chainN` (N dra
 distribution, for temperatures above 0).
 
     none                    plain decoding
-    ngram                   what followed the text's last words before
+    ngram                   what followed the text's last words before; @tree16, @frequent8: see NgramDrafter
+    retrieval:STORE         what followed them in other texts, from `headstart data datastore`
+    lookahead, :W-N-G       the target's own guesses, made beside verification (window, level, guesses)
     model:MODEL             a smaller causal model with the target's tokenizer: hub id, folder, or run of train/draft.py
+    quantised:int8, :int4   the target's own weights in fewer bits
     layer-skip@exitE        the target's first E layers (default: half of them)
     layer-skip:RUN          the target without the blocks that a search found
     head, head:RUN          a trained head; without RUN, that of --head
     union:A+B               the trees of several drafters in one
+    adaptive:A              another drafter, as deep in every step as pays; @heuristic: by transformers' rule of thumb
 """
 
 from __future__ import annotations
@@ -21,14 +25,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headstart.data.datastore import load_datastore
 from headstart.decode.decode_copy import make_faster
+from headstart.decode.draft_length import AdaptiveLength, ConstantLength, HeuristicLength, LengthPolicy, StepCosts
+from headstart.decode.drafters.adaptive import AdaptiveDrafter
 from headstart.decode.drafters.base import Drafter
 from headstart.decode.drafters.heads import head_drafter
 from headstart.decode.drafters.layer_skip import EarlyExitDrafter, skipping_drafter
+from headstart.decode.drafters.lookahead import LookaheadDrafter
 from headstart.decode.drafters.model import ModelDrafter
 from headstart.decode.drafters.ngram import NgramDrafter
-from headstart.decode.drafters.plans import Plan, StaticTree
+from headstart.decode.drafters.plans import DynamicTree, Plan, SampledTree, StaticTree
+from headstart.decode.drafters.quantised import QuantisedDrafter
+from headstart.decode.drafters.retrieval import RetrievalDrafter
+from headstart.decode.drafters.student import student_drafter
 from headstart.decode.drafters.union import UnionDrafter
+from headstart.decode.forecast import measure_depths
 from headstart.decode.skip_search import LONGEST
 from headstart.decode.tree import Path as TreePath
 from headstart.errors import RecipeError
@@ -41,6 +53,8 @@ from headstart.target import Target, load_target
 HEAD_PLANS = ("chain", "tree", "dynamic", "drawn")
 CHAIN = 4
 """Drafts of a step where nothing says how many."""
+TREE, DEPTH = 16, 8
+"""Nodes with the root, and levels, of a tree from what texts hold, where nothing says how many."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +70,17 @@ class DrafterPlan:
     forecast: dict[str, Any] = field(default_factory=dict)
     """`acceptance_length` and `speedup` as `headstart tune` forecast them; empty where it did not."""
     tuned_on: TunedOn = None
+    depth: int | None = None
+    """Levels of its trees at most, where they are no chains and follow no plan."""
+
+    @property
+    def depths(self) -> list[int]:
+        """Nodes of its tree down to every depth from 0 on, as `StepCosts` has them; 0: the depth is not on offer."""
+        if isinstance(self.plan, StaticTree | SampledTree):
+            levels = [len(path) for path in self.plan.paths]
+            return [1 + sum(level <= depth for level in levels) for depth in range(max(levels, default=0) + 1)]
+        depth = self.plan.depth if isinstance(self.plan, DynamicTree) else self.depth
+        return list(range(1, self.budget + 1)) if depth is None else [1, *[0] * (depth - 1), self.budget]
 
     @property
     def tree(self) -> list[TreePath] | dict[str, Any] | None:
@@ -80,7 +105,7 @@ class _Name:
     size: int | str
     allow_other_target: bool
     rows: int
-    by_rank: bool
+    drawn: bool
 
     def chain_length(self) -> int:
         """Drafts of a step: of `@chainN`, else of the tree's size that the recipe asks for, else CHAIN."""
@@ -95,10 +120,10 @@ def plan_drafter(
     size: int | str,
     allow_other_target: bool = False,
     rows: int = 1,
-    by_rank: bool = False,
+    drawn: bool = True,
 ) -> DrafterPlan:
     """The plan of one name. head: the folder that plain `head` means. size: nodes of a tree, or "auto". rows: how many
-    are decoded at a time. by_rank: models take their likeliest tokens at any temperature. Raises RecipeError for a name
+    are decoded at a time. drawn: models draw their drafts where a temperature is above 0. Raises RecipeError for a name
     that means nothing."""
     described, _, place = name.partition(":")
     matched = re.fullmatch(r"([a-z-]+?)(?:@([a-z]+)(\d*))?", described)
@@ -106,9 +131,7 @@ def plan_drafter(
     if matched is None or known is None:
         raise RecipeError(f"drafter {name!r} is not known; expected {PLAIN}, {', '.join(_KINDS)}")
     number = int(matched[3]) if matched[3] else None
-    return known(
-        _Name(name, matched[1], matched[2] or "", number, place, head, size, allow_other_target, rows, by_rank)
-    )
+    return known(_Name(name, matched[1], matched[2] or "", number, place, head, size, allow_other_target, rows, drawn))
 
 
 def _check_plan(name: _Name, *plans: str) -> None:
@@ -121,11 +144,60 @@ def _check_plan(name: _Name, *plans: str) -> None:
 
 
 def _ngram(name: _Name) -> DrafterPlan:
-    _check_plan(name, "chain")
+    _check_plan(name, "chain", "frequent", "tree")
     if name.place:
         raise RecipeError(f"drafter {name.whole!r} looks in the text itself and takes no place; expected ngram")
-    length = 8 if name.size == "auto" and not name.plan else name.chain_length()
-    return DrafterPlan(name.whole, lambda target: NgramDrafter(length), length + 1)
+    if name.plan == "tree":
+        nodes = name.number or TREE
+
+        def tree(target: Target) -> Drafter:
+            return NgramDrafter(DEPTH, take="tree", num_nodes=nodes, end_token_ids=target.end_token_ids)
+
+        return DrafterPlan(name.whole, tree, nodes, depth=min(DEPTH, max(nodes - 1, 1)))
+    length = name.number or (DEPTH if name.size == "auto" else int(name.size) - 1)
+    take = "frequent" if name.plan == "frequent" else "latest"
+    return DrafterPlan(name.whole, lambda target: NgramDrafter(length, take=take), length + 1)
+
+
+def _retrieval(name: _Name) -> DrafterPlan:
+    _check_plan(name, "tree")
+    if not name.place:
+        raise RecipeError(
+            f"drafter {name.whole!r} needs texts; write retrieval:STORE, a folder of `headstart data datastore`"
+        )
+    nodes = name.number or (TREE if name.size == "auto" else int(name.size))
+
+    def make(target: Target) -> Drafter:
+        store = load_datastore(name.place, target.tokenizer)
+        return RetrievalDrafter(store, target.end_token_ids, num_nodes=nodes, length=DEPTH)
+
+    return DrafterPlan(name.whole, make, nodes, depth=min(DEPTH, max(nodes - 1, 1)))
+
+
+def _lookahead(name: _Name) -> DrafterPlan:
+    _check_plan(name)
+    numbers = re.fullmatch(r"(\d+)-(\d+)-(\d+)", name.place)
+    if name.place and numbers is None:
+        raise RecipeError(f"drafter {name.whole!r} is not known; expected lookahead:W-N-G, such as lookahead:7-5-7")
+    drafter = LookaheadDrafter(*map(int, numbers.groups())) if numbers else LookaheadDrafter()
+    window, level, guesses = drafter.window, drafter.level, drafter.guesses
+    nodes = drafter.num_nodes if name.size == "auto" else int(name.size)
+    return DrafterPlan(
+        name.whole, lambda target: LookaheadDrafter(window, level, guesses), nodes, depth=min(level, nodes) - 1
+    )
+
+
+def _quantised(name: _Name) -> DrafterPlan:
+    _check_plan(name, "chain")
+    bits = re.fullmatch(r"int(\d+)", name.place)
+    if bits is None:
+        raise RecipeError(f"drafter {name.whole!r} needs to know how many bits; write quantised:int8 or quantised:int4")
+    length = name.chain_length()
+
+    def make(target: Target) -> Drafter:
+        return QuantisedDrafter(target, int(bits[1]), length, drawn=name.drawn)
+
+    return DrafterPlan(name.whole, make, length + 1)
 
 
 def _model(name: _Name) -> DrafterPlan:
@@ -135,7 +207,10 @@ def _model(name: _Name) -> DrafterPlan:
     length = name.chain_length()
 
     def make(target: Target) -> Drafter:
-        return ModelDrafter(open_draft_model(name.place, target), target, length, by_rank=name.by_rank)
+        if (Path(name.place) / "head").is_dir():
+            allow = name.allow_other_target
+            return student_drafter(name.place, target, length, drawn=name.drawn, allow_other_target=allow)
+        return ModelDrafter(open_draft_model(name.place, target), target, length, drawn=name.drawn)
 
     return DrafterPlan(name.whole, make, length + 1)
 
@@ -156,7 +231,7 @@ def _layer_skip(name: _Name) -> DrafterPlan:
 
         def skipping(target: Target) -> Drafter:
             return skipping_drafter(
-                folder, target, length, by_rank=name.by_rank, allow_other_target=name.allow_other_target
+                folder, target, length, drawn=name.drawn, allow_other_target=name.allow_other_target
             )
 
         return DrafterPlan(name.whole, skipping, (length or LONGEST) + 1)
@@ -164,7 +239,7 @@ def _layer_skip(name: _Name) -> DrafterPlan:
 
     def early(target: Target) -> Drafter:
         layer = name.number if name.plan == "exit" and name.number else max(1, target.num_layers // 2)
-        return EarlyExitDrafter(target, layer, length, by_rank=name.by_rank)
+        return EarlyExitDrafter(target, layer, length, drawn=name.drawn)
 
     return DrafterPlan(name.whole, early, length + 1)
 
@@ -190,15 +265,45 @@ def _union(name: _Name) -> DrafterPlan:
     parts = [part for part in name.place.split("+") if part]
     if len(parts) < 2 or PLAIN in parts:
         raise RecipeError(f"drafter {name.whole!r} is no union; expected union:A+B, such as union:ngram+head:RUN")
-    plans = [plan_drafter(part, name.head, name.size, name.allow_other_target, name.rows, True) for part in parts]
+    plans = [plan_drafter(part, name.head, name.size, name.allow_other_target, name.rows, False) for part in parts]
     budget = max(plan.budget for plan in plans) if name.size == "auto" else int(name.size)
-    return DrafterPlan(name.whole, lambda target: UnionDrafter([plan.make(target) for plan in plans]), budget)
+    depth = min(max(len(plan.depths) for plan in plans), budget) - 1
+    return DrafterPlan(
+        name.whole, lambda target: UnionDrafter([plan.make(target) for plan in plans]), budget, depth=depth
+    )
+
+
+def _adaptive(name: _Name) -> DrafterPlan:
+    _check_plan(name, "heuristic", "constant")
+    if not name.place or name.place == PLAIN:
+        raise RecipeError(f"drafter {name.whole!r} needs another one to adapt; expected adaptive:A, as adaptive:ngram")
+    inner = plan_drafter(name.place, name.head, name.size, name.allow_other_target, name.rows, name.drawn)
+    known: list[StepCosts] = []
+
+    def make(target: Target) -> Drafter:
+        drafter = inner.make(target)
+        if not known:  # other copies of the target decode by the same costs
+            known.append(measure_depths(drafter, target, inner.depths, rows=name.rows))
+        return AdaptiveDrafter(drafter, known[0], _POLICIES[name.plan])
+
+    return DrafterPlan(name.whole, make, inner.budget, depth=len(inner.depths) - 1)
+
+
+_POLICIES: dict[str, Callable[[StepCosts], LengthPolicy]] = {
+    "": AdaptiveLength,
+    "heuristic": lambda costs: HeuristicLength(costs.longest),
+    "constant": lambda costs: ConstantLength(costs.longest),
+}
 
 
 _KINDS: dict[str, Callable[[_Name], DrafterPlan]] = {
     "ngram": _ngram,
+    "retrieval": _retrieval,
+    "lookahead": _lookahead,
     "model": _model,
+    "quantised": _quantised,
     "layer-skip": _layer_skip,
     "head": _head,
     "union": _union,
+    "adaptive": _adaptive,
 }

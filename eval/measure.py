@@ -251,9 +251,11 @@ def _environment(target: Target) -> dict[str, Any]:
 
 
 def _without_path(name: str) -> str:
-    """A local path by its last part alone, also behind `head:`: a report may be passed on."""
-    kind, colon, place = name.rpartition(":")
-    return kind + colon + (Path(place).name if Path(place).is_absolute() else place)
+    """Local paths by their last part alone, also behind `head:` and in a union: a report may be passed on."""
+    parts = [part.rpartition(":") for part in name.split("+")]
+    return "+".join(
+        kind + colon + (Path(place).name if Path(place).is_absolute() else place) for kind, colon, place in parts
+    )
 
 
 def _default_folder(trained: Trained, names: Sequence[str], bench: str | None) -> Path:

@@ -22,6 +22,9 @@ UNTUNED_DEPTH, UNTUNED_WIDTH = 5, 4
 UNTUNED_CHAIN = 3
 """Drafts of a head that reads its own states, where nothing was tuned and it was not trained deeper."""
 
+STUDENT_CHAIN = 4
+"""Drafts of a student, where nothing was tuned."""
+
 TunedOn = tuple[str, str] | None
 """Device and dtype that a tree was tuned on; None: not tuned."""
 
@@ -101,8 +104,7 @@ def trained_depth(folder: Path) -> int:
     if "num_heads" in described:
         return described["num_heads"]
     config = HEADS[described["type"]].model_validate(described)
-    assert isinstance(config, UnrolledConfig)
-    return max(config.most_unrolled_steps, UNTUNED_CHAIN)
+    return max(config.most_unrolled_steps, UNTUNED_CHAIN) if isinstance(config, UnrolledConfig) else STUDENT_CHAIN
 
 
 def read_trees(folder: Path, rows: int = 1) -> dict[str, Any]:

@@ -5,8 +5,9 @@ headstart tune --head runs/quickstart
 Measures the cost of a step for every width, ranks the held-out answers' tokens under the head, grows a tree of every
 size and keeps the one with the highest forecast: tokens per step over seconds per step. For a head that reads its own
 states the same is done with dynamic trees, whose depth and width are tuned for every size, and the better of the two
-kinds is kept. `trees.json` beside the head holds all sizes of both, so that another device can choose again. All of it
-is done for every number of rows in `eval.batch_size`, since more rows at a time leave less to gain from wide trees.
+kinds is kept. For a student, chains of every length are compared. `trees.json` beside the head holds all sizes of both,
+so that another device can choose again. All of it is done for every number of rows in `eval.batch_size`, since more
+rows at a time leave less to gain from wide trees.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from headstart.decode.forecast import grow_rows, rank_answer, record_rows
 from headstart.errors import DataError, refuse_unwritable
 from headstart.eval.trained import open_trained
 from headstart.eval.trees import TREES
+from headstart.heads.draft import DraftHead
 from headstart.heads.store import load_head
 from headstart.heads.unrolled import UnrolledHead
 from headstart.target import Target
@@ -88,7 +90,7 @@ def run(
     for rows in trained.recipe.eval.batch_size:
         costs = measure_costs(model, rows=rows)
         draft_costs = measure_draft_costs(module, model, depth, grow_tree(answers, 16), rows=rows)
-        forecasts, dynamic = tune(answers, costs, draft_costs), {}
+        forecasts, dynamic = tune(answers, costs, draft_costs, chains=isinstance(module, DraftHead)), {}
         if grown:
             assert isinstance(draft_costs, DraftCosts)
             dynamic = tune_dynamic(grown, costs, draft_costs)

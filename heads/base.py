@@ -51,8 +51,9 @@ class HeadOutput:
 class Alignment:
     """All (position, depth) pairs of a batch that predict a supervised token, grouped by the token predicted.
 
-    Depth d at position j predicts token j + 2 + d of the same document. Everything about that token, the label and the
-    target's distribution (given by the feature at j + 1 + d), is shared by all depths, so it is worked out once.
+    Depth d at position j predicts token j + 2 + d of the same document (j + 1 for a head that reads the text itself).
+    Everything about that token, the label and the target's distribution (given by the feature one token before it), is
+    shared by all depths, so it is worked out once.
     Indices are into the flattened [batch * seq] positions unless said otherwise.
     """
 
@@ -69,6 +70,11 @@ class Alignment:
     def of(cls, batch: TokenBatch, depths: int) -> Alignment:
         """All pairs whose predicted token is supervised."""
         return cls._where(torch.stack([batch.labels_at(2 + depth)[1] for depth in range(depths)], dim=-1))
+
+    @classmethod
+    def of_next(cls, batch: TokenBatch) -> Alignment:
+        """Every position that predicts the very next token, if that is supervised: one depth."""
+        return cls._where(batch.labels_at(1)[1][..., None], first=1)
 
     @classmethod
     def of_drafts(cls, batch: TokenBatch, depths: int) -> Alignment:
@@ -92,17 +98,17 @@ class Alignment:
         return cls._where(torch.stack(pairs, dim=-1))
 
     @classmethod
-    def _where(cls, by_position: Bool[Tensor, "batch seq depth"]) -> Alignment:
+    def _where(cls, by_position: Bool[Tensor, "batch seq depth"], first: int = 2) -> Alignment:
         depths = by_position.shape[-1]
         flat = by_position.flatten(0, 1)
         by_token = flat.new_zeros(len(flat) + 1, depths)  # the last document may stop at the last position
         for depth in range(depths):
             rows = flat[:, depth].nonzero().squeeze(-1)
-            by_token[rows + 2 + depth, depth] = True
+            by_token[rows + first + depth, depth] = True
         positions = flat.any(-1).nonzero().squeeze(-1)
         tokens = by_token.any(-1).nonzero().squeeze(-1)
         scored = by_token[tokens]
-        shifts = 2 + torch.arange(depths, device=tokens.device)
+        shifts = first + torch.arange(depths, device=tokens.device)
         rows = torch.searchsorted(positions, tokens[:, None] - shifts).where(scored, 0)
         return cls(positions, tokens, rows, scored)
 

@@ -254,6 +254,13 @@ class EagleConfig(UnrolledConfig):
     """The same for features."""
 
 
+def _ascending(value: list[int] | None) -> list[int] | None:
+    """Layer numbers, each greater than the one before."""
+    if value is not None and any(later <= earlier for earlier, later in zip(value, value[1:], strict=False)):
+        raise ValueError(f"`layers` must ascend, found {value}")
+    return value
+
+
 class Eagle3Config(UnrolledConfig):
     """EAGLE-3: features of several layers, training-time test, and no loss on features.
 
@@ -282,14 +289,55 @@ class Eagle3Config(UnrolledConfig):
     @field_validator("layers")
     @classmethod
     def _check_layers(cls, value: list[int] | None) -> list[int] | None:
-        if value is not None and any(later <= earlier for earlier, later in zip(value, value[1:], strict=False)):
-            raise ValueError(f"`layers` must ascend, found {value}")
-        return value
+        return _ascending(value)
 
 
-HEADS: dict[str, type[MedusaConfig] | type[EagleConfig] | type[Eagle3Config]] = {
+class DraftConfig(HeadConfig):
+    """A student: a language model of its own, made of a few of the target's layers, that reads tokens alone.
+
+    https://arxiv.org/abs/2211.17192 drafts with such models, https://arxiv.org/abs/2310.08461 distils them. It predicts
+    the next token from the true text, so `loss_decay` has nothing to weigh.
+    """
+
+    type: Literal["draft"] = "draft"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Which head this is."""
+
+    num_layers: int = Field(default=2, ge=1)
+    """How many of the target's layers the student keeps. Every drafted token costs all of them and the output rows;
+    more of them are right more often."""
+
+    layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    """Which of them, counted from 0. null: `num_layers` at even distances, the first and the last among them."""
+
+    embedding: Literal["shared", "own"] = "shared"
+    """What tokens are read by: the target's embedding, frozen and not shipped, or a copy that is trained."""
+
+    output: Literal["shared", "own"] = "shared"
+    """What turns a state into logits: the target's output rows, frozen and not shipped, or a copy of those of the draft
+    vocabulary that is trained. The final norm is the student's own in any case, and starts as the target's."""
+
+    architecture: dict[str, Any] | None = None
+    """The student's configuration in transformers' words. Worked out from the target's and saved with the student; null
+    in a recipe."""
+
+    @field_validator("layers")
+    @classmethod
+    def _check_layers(cls, value: list[int] | None) -> list[int] | None:
+        return _ascending(value)
+
+    @model_validator(mode="after")
+    def _check_count(self) -> DraftConfig:
+        if self.layers is not None and len(self.layers) != self.num_layers:
+            raise ValueError(
+                f"`layers` names {len(self.layers)} layers and `num_layers` is {self.num_layers}; make them agree"
+            )
+        return self
+
+
+HEADS: dict[str, type[MedusaConfig] | type[EagleConfig] | type[Eagle3Config] | type[DraftConfig]] = {
     "medusa": MedusaConfig,
     "eagle": EagleConfig,
     "eagle3": Eagle3Config,
+    "draft": DraftConfig,
 }
 """The heads that can be trained, by the name under `head.type`."""

@@ -24,7 +24,16 @@ from torch import Tensor
 
 from headstart.errors import HeadError
 from headstart.heads.base import Head
-from headstart.heads.configs import HEADS, Eagle3Config, EagleConfig, HeadConfig, MedusaConfig, UnrolledConfig
+from headstart.heads.configs import (
+    HEADS,
+    DraftConfig,
+    Eagle3Config,
+    EagleConfig,
+    HeadConfig,
+    MedusaConfig,
+    UnrolledConfig,
+)
+from headstart.heads.draft import DraftHead, as_student
 from headstart.heads.eagle import EagleHead
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.medusa import MedusaHead
@@ -41,6 +50,7 @@ _CLASSES: dict[type[HeadConfig], type[Head]] = {
     MedusaConfig: MedusaHead,
     EagleConfig: EagleHead,
     Eagle3Config: Eagle3Head,
+    DraftConfig: DraftHead,
 }
 
 
@@ -77,6 +87,8 @@ def _as_built(
     config: HeadConfig, target: Target, read_foreign: Callable[[Path, Target], Head] | None
 ) -> tuple[HeadConfig, Head | None]:
     """The configuration with nothing left open, and the head to go on from, if any."""
+    if isinstance(config, DraftConfig):
+        return as_student(config, target), None
     if not isinstance(config, UnrolledConfig):
         return config, None
     source = None

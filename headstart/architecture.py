@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
+from accelerate import init_empty_weights
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from headstart.errors import TargetError
 
@@ -176,22 +184,50 @@ def _shrunk_layers(old: dict[str, Any]) -> dict[str, Any]:
     kinds = old.get("layer_types") or [None] * num_layers
     later = [kinds.index(kind) for kind in dict.fromkeys(kinds) if kind not in kinds[:count]]
     kept = [*range(count - len(later)), *later]
-    new: dict[str, Any] = {"num_hidden_layers": count}
-    for key, value in old.items():
-        if isinstance(value, list) and len(value) == num_layers:
-            new[key] = [value[layer] for layer in kept]
-    if old.get("per_layer_config"):  # Gemma 4
-        own = {int(layer): settings for layer, settings in old["per_layer_config"].items()}
-        new["per_layer_config"] = {place: own[layer] for place, layer in enumerate(kept) if layer in own}
+    new = kept_layers(old, kept)
     if old.get("sliding_window"):
         new["sliding_window"] = min(int(old["sliding_window"]), WINDOW)
     if old.get("max_window_layers") is not None:
         new["max_window_layers"] = math.ceil(count * min(1.0, old["max_window_layers"] / num_layers))
     if old.get("first_k_dense_replace") is not None:
         new["first_k_dense_replace"] = min(1, int(old["first_k_dense_replace"]))
+    return new
+
+
+def kept_layers(old: dict[str, Any], kept: Sequence[int]) -> dict[str, Any]:
+    """What changes in a configuration, by its usual names, when these layers alone are kept, in this order.
+
+    Everything that is listed by layer follows: kinds of attention, windows, which layers have experts.
+    """
+    num_layers = int(old["num_hidden_layers"])
+    new: dict[str, Any] = {"num_hidden_layers": len(kept)}
+    for key, value in old.items():
+        if isinstance(value, list) and len(value) == num_layers:
+            new[key] = [value[layer] for layer in kept]
+    if old.get("per_layer_config"):  # Gemma 4
+        own = {int(layer): settings for layer, settings in old["per_layer_config"].items()}
+        new["per_layer_config"] = {place: own[layer] for place, layer in enumerate(kept) if layer in own}
+    for key in ("max_window_layers", "first_k_dense_replace"):  # layers below it are of one kind, the rest of another
+        if old.get(key) is not None:
+            new[key] = sum(layer < int(old[key]) for layer in kept)
     if old.get("mlp_only_layers"):
         new["mlp_only_layers"] = [place for place, layer in enumerate(kept) if layer in old["mlp_only_layers"]]
     return new
+
+
+def with_layers(config: PreTrainedConfig, kept: Sequence[int]) -> PreTrainedConfig:
+    """The configuration of a model of these layers alone."""
+    values = config.to_dict()
+    own_names = config.attribute_map  # GPT-2 calls hidden_size n_embd
+    new = kept_layers(values | {usual: values[own] for usual, own in own_names.items() if own in values}, kept)
+    return type(config).from_dict(values | {own_names.get(name, name): value for name, value in new.items()})
+
+
+def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """A model whose parameters have shapes and no memory; its buffers (rotary frequencies) are there."""
+    with init_empty_weights(include_buffers=False):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model
 
 
 def _shrunk_experts(old: dict[str, Any]) -> dict[str, Any]:

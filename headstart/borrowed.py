@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from headstart.errors import TargetError
@@ -72,7 +73,7 @@ def _call(module: nn.Module, inputs: Tensor) -> Tensor:
     weight = getattr(module, "weight", None)
     if isinstance(weight, DTensor):
         parameters = {name: read_weight(value) for name, value in module.named_parameters()}
-        return torch.func.functional_call(module, parameters, (inputs,))
+        return functional_call(module, parameters, (inputs,))
     return module(inputs)
 
 
@@ -86,11 +87,19 @@ class Embedding:
 
     def __call__(self, ids: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch dim"]:
         """Vectors of token ids, with the model's own scale; in the dtype of the embedding's weight."""
-        # The module, not its weight: Gemma's embedding scales by itself, and ZeRO-3 gathers in its hooks.
-        vectors = _call(input_module(self._model), ids)
+        vectors = self.inputs(ids)
         return vectors if self.multiplier == 1.0 else vectors * self.multiplier
 
     embed = __call__
+
+    def inputs(
+        self, ids: Int[Tensor, "*batch"], weight: Float[Tensor, "rows dim"] | None = None
+    ) -> Float[Tensor, "*batch dim"]:
+        """What a decoder takes as `inputs_embeds`, and scales itself. weight: another one in the place of the model's,
+        with gradient."""
+        # The module, not its weight: Gemma's embedding scales by itself, and ZeRO-3 gathers in its hooks.
+        module = input_module(self._model)
+        return _call(module, ids) if weight is None else functional_call(module, {"weight": weight}, (ids,))
 
 
 class OutputHead:

@@ -25,10 +25,11 @@ TRAINING_SCRIPTS = {
     "medusa": "headstart.train.medusa",
     "eagle": "headstart.train.eagle",
     "eagle3": "headstart.train.eagle",
+    "draft": "headstart.train.draft",
 }
 """The module that trains each type of head."""
 
-EXPORT_FORMATS = ("sglang", "speculators", "eagle", "medusa", "medusa-merged", "vllm-medusa")
+EXPORT_FORMATS = ("sglang", "speculators", "eagle", "medusa", "medusa-merged", "vllm-medusa", "transformers")
 """Layouts that a head can be written in; heads/formats knows which take which head."""
 
 # without these, accelerate asks for a configuration or warns about each one that it guessed

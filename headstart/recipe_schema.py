@@ -10,12 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from headstart.heads.configs import Config, Eagle3Config, EagleConfig, MedusaConfig, Number
+from headstart.heads.configs import Config, DraftConfig, Eagle3Config, EagleConfig, MedusaConfig, Number
 from headstart.recipe_yaml import YesOrNo, write_yaml
 
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 
-HeadSection = Annotated[MedusaConfig | EagleConfig | Eagle3Config, Field(discriminator="type")]
+HeadSection = Annotated[MedusaConfig | EagleConfig | Eagle3Config | DraftConfig, Field(discriminator="type")]
 """One class per head; `type` chooses it, and its keys are checked by it alone."""
 
 

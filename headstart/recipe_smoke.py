@@ -21,6 +21,7 @@ _BUNDLED_ARCHITECTURES = {"bundled:smollm2-135m": "architectures/smollm2-135m-in
 
 _AT_MOST = {
     "head.rank": 8,
+    "head.num_layers": 4,
     "head.draft_vocab_size": 512,
     "data.max_length": 128,
     "data.distill.max_new_tokens": 16,

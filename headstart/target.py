@@ -64,8 +64,8 @@ class Target:
         model.eval().requires_grad_(False)
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.config = model.config.get_text_config()
-        self.decoder = _find_decoder(model)
-        self.layers, final_norm = _find_layers(self.decoder, self.config.num_hidden_layers, name)
+        self.decoder = find_decoder(model)
+        self.layers, final_norm = find_layers(self.decoder, self.config.num_hidden_layers, name)
         self.embedding = Embedding(model)
         self.output = OutputHead(model, final_norm)
         self.hidden_size = int(self.config.hidden_size)
@@ -79,11 +79,7 @@ class Target:
         self.vocab_size = self.output.vocab_size
         self.max_positions = _max_positions(self.config)
         self.end_token_ids = _end_token_ids(model, tokenizer, self.vocab_size)
-        self._layer_kinds = _layer_kinds(self.config, self.num_layers)
-        window = getattr(self.config, "sliding_window", None)
-        self.layer_windows: tuple[int | None, ...] = tuple(
-            int(window) if kind == "sliding_attention" and window else None for kind in self._layer_kinds
-        )
+        self._layer_kinds, self.layer_windows = layer_kinds(self.config, self.num_layers)
         self.swapped: frozenset[str] = frozenset()  # what decode/decode_copy.py replaced by faster modules
         self.checked = False  # set once decode/selfcheck.py has found it exact
         self._run_layers = self.layers  # where hooks go, if states have to be hooked
@@ -105,13 +101,7 @@ class Target:
     def masks(
         self, allowed: Bool[Tensor, "batch query key"], distance: Int[Tensor, "batch query key"]
     ) -> Float[Tensor, "batch 1 query key"] | dict[str, Float[Tensor, "batch 1 query key"]]:
-        """What this architecture takes as attention_mask: additive, in the model's dtype.
-
-        allowed: which keys a query may see before any window. distance: the query's position minus the key's.
-        A dict by kind of layer where kinds are mixed, a plain tensor otherwise. A query that may see no key at all sees
-        those at distance 0: a row of minus infinities would be NaN, and would spread through the cache. Where all is
-        seen on a CPU, the mask is one zero expanded, which attention leaves out.
-        """
+        """What this architecture takes as attention_mask: additive, in the model's dtype. See `attention_masks`."""
         unknown = sorted(set(self._layer_kinds) - {"full_attention", "sliding_attention"})
         if unknown:
             kinds = ", ".join(unknown)
@@ -119,12 +109,7 @@ class Target:
                 f"{self.name} has layers of kind {kinds}, in which a tree of drafts cannot be verified and rolled "
                 "back; use a target with full or sliding-window attention"
             )
-        masks = {}
-        for kind, window in dict(zip(self._layer_kinds, self.layer_windows, strict=True)).items():
-            seen = allowed if window is None else allowed & (distance < window)
-            seen = seen | (~seen.any(-1, keepdim=True) & (distance == 0))
-            masks[kind] = _additive(seen, self.dtype)[:, None]
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+        return attention_masks(self._layer_kinds, self.layer_windows, allowed, distance, self.dtype)
 
     def forward(
         self,
@@ -184,6 +169,28 @@ class Target:
         return {**values, "use_cache": cache is not None}
 
 
+def attention_masks(
+    kinds: Sequence[str],
+    windows: Sequence[int | None],
+    allowed: Bool[Tensor, "batch query key"],
+    distance: Int[Tensor, "batch query key"],
+    dtype: torch.dtype,
+) -> Float[Tensor, "batch 1 query key"] | dict[str, Float[Tensor, "batch 1 query key"]]:
+    """The attention_mask of a decoder with layers of these kinds and windows.
+
+    allowed: which keys a query may see before any window. distance: the query's position minus the key's.
+    A dict by kind of layer where kinds are mixed, a plain tensor otherwise. A query that may see no key at all sees
+    those at distance 0: a row of minus infinities would be NaN, and would spread through the cache. Where all is seen
+    on a CPU, the mask is one zero expanded, which attention leaves out.
+    """
+    masks = {}
+    for kind, window in dict(zip(kinds, windows, strict=True)).items():
+        seen = allowed if window is None else allowed & (distance < window)
+        seen = seen | (~seen.any(-1, keepdim=True) & (distance == 0))
+        masks[kind] = _additive(seen, dtype)[:, None]
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
 def _additive(seen: Bool[Tensor, "batch query key"], dtype: torch.dtype) -> Float[Tensor, "batch query key"]:
     """0 where a query sees a key, else the lowest number."""
     if seen.device.type == "cpu" and bool(seen.all()):  # on a GPU the question would wait for the device
@@ -215,14 +222,14 @@ class _TapHooks:
         return keep
 
 
-def _find_decoder(model: PreTrainedModel) -> nn.Module:
+def find_decoder(model: PreTrainedModel) -> nn.Module:
     """The model without its output head."""
     decoder = model.get_decoder()
     # Llama 4's class names a prefix that it has not, and is then its own decoder
     return decoder if decoder is not model else getattr(model, "model", model)
 
 
-def _find_layers(decoder: nn.Module, num_layers: int, name: str) -> tuple[nn.ModuleList, nn.Module | None]:
+def find_layers(decoder: nn.Module, num_layers: int, name: str) -> tuple[nn.ModuleList, nn.Module | None]:
     """The list of decoder layers, and the final norm beside it (None: not found)."""
     for owner in decoder.modules():
         for child in owner.children():
@@ -250,8 +257,16 @@ def _end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, v
     return tuple(sorted(int(token) for token in found if 0 <= token < vocab_size))
 
 
-def _layer_kinds(config: transformers.PreTrainedConfig, num_layers: int) -> list[str]:
-    """The kind of attention of each layer, in the words of `config.layer_types`."""
+def layer_kinds(
+    config: transformers.PreTrainedConfig, num_layers: int
+) -> tuple[tuple[str, ...], tuple[int | None, ...]]:
+    """The kind of attention of each layer, in the words of `config.layer_types`, and its window."""
+    kinds, window = _kinds(config, num_layers), getattr(config, "sliding_window", None)
+    windows = (int(window) if kind == "sliding_attention" and window else None for kind in kinds)
+    return tuple(kinds), tuple(windows)
+
+
+def _kinds(config: transformers.PreTrainedConfig, num_layers: int) -> list[str]:
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)  # GPT-Neo: global, local
     if kinds is None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from headstart.errors import HeadError
 from headstart.eval.trained import open_trained
+from headstart.heads.draft import DraftHead
 from headstart.heads.formats import imported_head, read_foreign, with_layers, write_foreign
 from headstart.heads.formats.files import TOKEN_MAP
 from headstart.heads.formats.lint import check
@@ -41,6 +42,8 @@ def run_export(
     trained = open_trained(head, target, device="cpu")
     assert trained.head is not None
     loaded = load_head(trained.head, trained.target, allow_other_target)
+    if checked and isinstance(loaded, DraftHead):
+        raise HeadError("a student is written by transformers itself, and no check knows more of it; leave out --check")
     folder = write_foreign(
         loaded,
         trained.target,

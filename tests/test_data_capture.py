@@ -17,7 +17,7 @@ from headstart.data.features import hashes, sequence_features
 from headstart.data.packing import RowStore, collate
 from headstart.data.prepare import prepare
 from headstart.data.rendering import Row
-from headstart.heads.configs import Eagle3Config, EagleConfig, MedusaConfig
+from headstart.heads.configs import DraftConfig, Eagle3Config, EagleConfig, MedusaConfig
 from headstart.heads.store import build_head
 from headstart.recipe import load_recipe
 from headstart.target import Features, load_target
@@ -38,6 +38,7 @@ HEADS = [
     MedusaConfig(num_heads=3),
     EagleConfig(unrolled_steps=3),
     Eagle3Config(unrolled_steps=3, layers=[1, 2, 3]),
+    DraftConfig(num_layers=2),
 ]
 
 

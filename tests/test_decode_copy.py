@@ -130,7 +130,7 @@ def test_missing_operators_fall_back_with_one_warning(monkeypatch):
     def missing(*_):
         raise AttributeError("no such operator")
 
-    monkeypatch.setattr("headstart.decode.prepack._Product", missing)
+    monkeypatch.setattr("headstart.decode.prepack._Prepacked", missing)
     target = tiny.target("llama", dtype=torch.float32)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

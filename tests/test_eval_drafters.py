@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import tiny
 import torch
 
+from headstart.data.datastore import build_datastore
+from headstart.decode.drafters.adaptive import AdaptiveDrafter
 from headstart.decode.drafters.layer_skip import EarlyExitDrafter, SkippingDrafter
+from headstart.decode.drafters.lookahead import LookaheadDrafter
 from headstart.decode.drafters.model import ModelDrafter
+from headstart.decode.drafters.ngram import NgramDrafter
+from headstart.decode.drafters.quantised import QuantisedDrafter
+from headstart.decode.drafters.retrieval import RetrievalDrafter
+from headstart.decode.drafters.student import StudentDrafter
 from headstart.decode.drafters.union import UnionDrafter
 from headstart.decode.skips import Skips, save_skips
 from headstart.errors import HeadstartError, RecipeError
 from headstart.eval import measure
 from headstart.eval.drafters import plan_drafter
+from headstart.heads.configs import DraftConfig
+from headstart.heads.store import build_head, save_head
+from headstart.target import Target
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +37,21 @@ def folders(tmp_path_factory) -> dict[str, str]:
         "target": str(tiny.save(place / "target", "llama")),
         "model": str(tiny.save(place / "small", "llama", num_hidden_layers=1, seed=3)),
         "skips": str(save_skips(Skips(attention=(1,), mlp=(2,)), place / "skips", target, length=2)),
+        "store": _store(place, target),
+        "student": _student(place, target),
     }
+
+
+def _store(place: Path, target: Target) -> str:
+    (place / "text.txt").write_text("Say 0, say 1, say 2. " * 9)
+    build_datastore(place / "store", [str(place / "text.txt")], target.tokenizer)
+    return str(place / "store")
+
+
+def _student(place: Path, target: Target) -> str:
+    head = build_head(DraftConfig(num_layers=2), target)
+    save_head(head, place / "student/head", fingerprint=target.fingerprint(), training_record={})
+    return str(place / "student")
 
 
 @pytest.mark.parametrize(
@@ -39,6 +64,18 @@ def folders(tmp_path_factory) -> dict[str, str]:
         ("layer-skip:{skips}", SkippingDrafter, 9),
         ("layer-skip@chain3:{skips}", SkippingDrafter, 4),
         ("union:ngram+ngram@chain3", UnionDrafter, 9),
+        ("ngram@tree6", NgramDrafter, 6),
+        ("ngram@frequent3", NgramDrafter, 4),
+        ("retrieval:{store}", RetrievalDrafter, 16),
+        ("lookahead", LookaheadDrafter, 29),
+        ("lookahead:4-3-2", LookaheadDrafter, 5),
+        ("quantised:int8", QuantisedDrafter, 5),
+        ("quantised@chain2:int4", QuantisedDrafter, 3),
+        ("model:{student}", StudentDrafter, 5),
+        ("head:{student}", StudentDrafter, 5),
+        ("adaptive:ngram", AdaptiveDrafter, 9),
+        ("adaptive:union:ngram+lookahead:4-3-2", AdaptiveDrafter, 9),
+        ("adaptive@heuristic:model@chain3:{student}", AdaptiveDrafter, 4),
     ],
 )
 def test_a_name_is_a_drafter(name, kind, budget, folders):
@@ -60,7 +97,9 @@ def test_one_report_measures_them_all(folders, tmp_path):
     turns = [{"question_id": str(number), "category": "one", "turns": [f"Say {number}"]} for number in range(3)]
     (tmp_path / "question.jsonl").write_text("\n".join(map(json.dumps, turns)))
     names = ["ngram", f"model:{folders['model']}", "layer-skip", f"layer-skip:{folders['skips']}"]
-    names.append(f"union:ngram+layer-skip:{folders['skips']}")
+    names += [f"union:ngram+layer-skip:{folders['skips']}", f"union:lookahead:3-3-3+model:{folders['student']}"]
+    names += [f"retrieval:{folders['store']}", "lookahead:3-3-3", "quantised:int8", f"model:{folders['student']}"]
+    names += ["adaptive:lookahead:3-3-3", f"adaptive:model@chain3:{folders['student']}", "adaptive:layer-skip@exit2"]
     report = measure.run(
         target=folders["target"],
         drafters=["none", *names],
@@ -71,18 +110,18 @@ def test_one_report_measures_them_all(folders, tmp_path):
         device="cpu",
     )
     lines = report["details"]["drafters"]
-    assert len(lines) == 5 and all(line["identity_holds"] for line in lines)
+    assert len(lines) == len(names) and all(line["identity_holds"] for line in lines)
     assert all(line["identical_outputs"] == line["compared_outputs"] == 3 for line in lines)
-    assert len(report["details"]["temperatures"]) == 10
+    assert len(report["details"]["temperatures"]) == 2 * len(names)
     text = json.dumps(report)
-    assert str(tmp_path) not in text and folders["model"] not in text, "a report may be passed on"
+    assert not any(place in text for place in (str(tmp_path), *folders.values())), "a report may be passed on"
 
 
 @pytest.mark.parametrize(
     ("name", "told"),
     [
         ("telepathy", "is not known; expected none, ngram"),
-        ("ngram@tree4", "expected ngram@chainN"),
+        ("ngram@exit4", "expected ngram@chainN"),
         ("ngram:place", "takes no place"),
         ("ngram@chain0", "drafts nothing"),
         ("model", "needs to know which"),
@@ -94,6 +133,14 @@ def test_one_report_measures_them_all(folders, tmp_path):
         ("union:ngram+telepathy", "is not known"),
         ("model:/nowhere/at/all", "nowhere"),
         ("head", "needs to know which"),
+        ("lookahead:7", "expected lookahead:W-N-G"),
+        ("lookahead:7-2-7", "give 3 or more"),
+        ("quantised", "how many bits"),
+        ("quantised:int3", "3"),
+        ("retrieval", "needs texts"),
+        ("retrieval:nowhere", "nowhere"),
+        ("adaptive", "needs another one"),
+        ("adaptive:none", "needs another one"),
     ],
 )
 def test_a_name_that_means_nothing_is_refused_in_a_sentence(name, told):

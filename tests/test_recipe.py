@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from headstart.errors import RecipeError
-from headstart.heads.configs import HEADS, Eagle3Config, EagleConfig, MedusaConfig
+from headstart.heads.configs import HEADS, DraftConfig, Eagle3Config, EagleConfig, MedusaConfig
 from headstart.recipe import (
     PACKAGED,
     architecture_path,
@@ -209,7 +209,7 @@ def head(text: str) -> str:
 
 
 def test_type_chooses_the_head_and_its_keys(in_folder):
-    kinds = {"medusa": MedusaConfig, "eagle": EagleConfig, "eagle3": Eagle3Config}
+    kinds = {"medusa": MedusaConfig, "eagle": EagleConfig, "eagle3": Eagle3Config, "draft": DraftConfig}
     assert kinds == HEADS
     for name, kind in kinds.items():
         recipe = load(head(f"{{type: {name}}}"))
@@ -221,11 +221,11 @@ def test_type_chooses_the_head_and_its_keys(in_folder):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{type: meduza}", "head.type: found the text 'meduza', expected medusa, eagle or eagle3 (`medusa`?)"),
-        ("{type: hydra}", "head.type: found the text 'hydra', expected medusa, eagle or eagle3"),
-        ("{type: 3}", "head.type: found 3, expected medusa, eagle or eagle3"),
-        ("{}", "head.type: this key is missing (Which head this is); expected medusa, eagle or eagle3"),
-        ("{num_heads: 3}", "head.type: this key is missing (Which head this is); expected medusa, eagle or eagle3"),
+        ("{type: meduza}", "head.type: found the text 'meduza', expected medusa, eagle, eagle3 or draft (`medusa`?)"),
+        ("{type: hydra}", "head.type: found the text 'hydra', expected medusa, eagle, eagle3 or draft"),
+        ("{type: 3}", "head.type: found 3, expected medusa, eagle, eagle3 or draft"),
+        ("{}", "head.type: this key is missing (Which head this is); expected medusa, eagle, eagle3 or draft"),
+        ("{num_heads: 3}", "head.type: this key is missing (Which head this is); expected medusa, eagle, "),
         ("eagle", "head: found the text 'eagle', expected a section with keys such as `type`, "),
         ("{type: eagle3, num_heads: 3}", "head.num_heads: a key of `type: medusa`, not of `type: eagle3`; remove it"),
         ("{type: eagle, fc_norm: true}", "head.fc_norm: a key of `type: eagle3`, not of `type: eagle`; remove it"),

@@ -13,13 +13,13 @@ from headstart.cli import TRAINING_SCRIPTS
 from headstart.heads.configs import HEADS
 from headstart.heads.store import read_description
 from headstart.recipe import PACKAGED, load_recipe
-from headstart.train import eagle, medusa, preparation
+from headstart.train import draft, eagle, medusa, preparation
 from headstart.train.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted(path.name for path in PACKAGED.glob("*.yaml"))
 FAST = "llama8b.yaml"
-SCRIPTS = {"medusa": medusa.main, "eagle": eagle.main, "eagle3": eagle.main}
+SCRIPTS = {"medusa": medusa.main, "eagle": eagle.main, "eagle3": eagle.main, "draft": draft.main}
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,10 @@ from headstart.decode.cost import (
 )
 from headstart.decode.decode_copy import make_faster, shared_copy
 from headstart.decode.drafters.plans import chain_paths
-from headstart.decode.forecast import measure_drafting, measure_levels, rank_rows
+from headstart.decode.forecast import measure_chain, measure_drafting, measure_levels, rank_rows
 from headstart.decode.tree import Path
 from headstart.heads.base import Head
+from headstart.heads.draft import DraftHead
 from headstart.heads.unrolled import UnrolledHead
 from headstart.target import Target
 
@@ -41,12 +42,15 @@ CPU_SIZES = tuple(size for size in SIZES if size <= 16)
 REPEATS = 6
 TREE_DEPTH = 5
 """Levels of the trees of a head that reads its own states, at least: it drafts deeper than it was trained."""
+CHAIN_DEPTH = 9
+"""Drafts of a student's chains at most."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """chain: τ of a chain as deep as the trees may be: all Medusa heads, or TREE_DEPTH. acceptance_length, speedup: of
-    the best static tree, `nodes` nodes with the root, on answers that it was not chosen on."""
+    """chain: τ of a chain as deep as the trees may be: all Medusa heads, TREE_DEPTH, or CHAIN_DEPTH.
+    acceptance_length, speedup: of the best static tree, `nodes` nodes with the root, on answers that it was not chosen
+    on."""
 
     chain: float
     acceptance_length: float
@@ -84,7 +88,7 @@ class Forecaster:
             make_faster(decoder)
             curve = measure_costs(decoder, widths=sizes, repeats=REPEATS)
             self._costs = curve, measure_draft_costs(head, decoder, depth, grow_tree(answers, 8), quick=True)
-        forecasts = tune(answers, *self._costs, sizes)
+        forecasts = tune(answers, *self._costs, sizes, chains=isinstance(head, DraftHead))
         nodes = best_size(forecasts)
         return Forecast(
             chain=mean_tokens([replay(answer, chain_paths(depth)) for answer in answers]),
@@ -96,6 +100,8 @@ class Forecaster:
 
 def tree_depth(head: Head) -> int:
     """Levels that a tree of this head may have."""
+    if isinstance(head, DraftHead):
+        return CHAIN_DEPTH
     return max(head.num_depths, TREE_DEPTH) if isinstance(head, UnrolledHead) else head.num_depths
 
 
@@ -104,6 +110,8 @@ def measure_draft_costs(
 ) -> float | DraftCosts:
     """Seconds of drafting for `rows` rows, as `decode.cost.tune` takes them: by level for a head that runs once per
     level, else those of the tree `paths`, which are much the same for every tree. quick: fewer widths and steps."""
+    if isinstance(head, DraftHead):
+        return measure_chain(head, target, depth=depth, steps=5 if quick else 16, rows=rows)
     if not isinstance(head, UnrolledHead):
         return measure_drafting(head, target, paths, rows=rows)
     return (

@@ -26,6 +26,8 @@ class DraftRows:
         self._ids = self._static
         self.selected: SelectedRows | None = output.select(self._static) if borrows else None
         self._num_extra = 0
+        self._order: Tensor | None = None
+        """Which of the extra rows come first by their ids; they are kept in the order in which they were met."""
 
     def add_rows(self, count: int) -> None:
         self._read += [0] * count
@@ -50,24 +52,28 @@ class DraftRows:
 
     def _extend(self) -> None:
         """Brings weights and ids in line with the extra ids; those already there stay where they are."""
-        assert self._widened is not None and self._ids is not None and self.selected is not None
-        assert self._static is not None
+        assert self._widened is not None and self._static is not None and self.selected is not None
         kept = len(self._static) + self._num_extra
         new = torch.tensor(self._widened.extra_ids[self._num_extra :], dtype=torch.long, device=self._static.device)
         self._num_extra = len(self._widened.extra_ids)
         fresh = self._output.select(new)
-        self._ids = torch.cat([self._ids[:kept], new])
+        extra = torch.tensor(self._widened.extra_ids, dtype=torch.long, device=self._static.device)
+        in_order, self._order = extra.sort()
+        self._ids = torch.cat([self._static, in_order])
         bias = fresh.bias
         if bias is not None and self.selected.bias is not None:
             bias = _grow(self.selected.bias, kept, bias)
         self.selected = SelectedRows(self._output, _grow(self.selected.weight, kept, fresh.weight), bias)
 
     def forbid_others(self, logits: Float[Tensor, "rows depth vocab"]) -> Float[Tensor, "rows depth vocab"]:
-        """-inf where a row may not draft: the tokens that only other rows' texts have."""
-        if self._widened is None or len(self._widened) == 1 or self._num_extra == 0:
+        """-inf where a row may not draft: the tokens that only other rows' texts have. The extra columns come in order
+        of their ids, so that a row's number draws the same token in any batch."""
+        if self._widened is None or self._num_extra == 0:
             return logits
-        hidden = ~self._widened.allowed(logits.device)[:, None]
-        logits[..., -self._num_extra :].masked_fill_(hidden, -torch.inf)
+        extra = logits[..., -self._num_extra :]
+        if len(self._widened) > 1:
+            extra.masked_fill_(~self._widened.allowed(logits.device)[:, None], -torch.inf)
+        logits[..., -self._num_extra :] = extra[..., self._order]
         return logits
 
     def target_ids(self, columns: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:

@@ -70,39 +70,40 @@ def draw_chain(
     limits: Sequence[int],
     read: Callable[[Int[Tensor, "rows"]], Float[Tensor, "rows columns"]],
     *,
-    by_rank: bool = False,
+    to_ids: Callable[[Int[Tensor, "columns"]], Int[Tensor, "columns"]] = lambda columns: columns,
+    drawn: bool = True,
     stop_below: float | Sequence[float] = 0.0,
 ) -> TokenTree:
     """A chain per row of as many tokens as its limit, the longest of at least one.
 
-    logits: behind the roots, a column for each of the first target ids. read: the logits behind the next token of every
-    row; it is not asked for those behind the longest chain's last one. by_rank: rows that sample take the likeliest
-    tokens too, as a tree that is merged with others must. stop_below: a chain ends where the probability of all that it
-    drafted is below this; one for all rows, or one for each.
+    logits: behind the roots. read: the logits behind the next token of every row, by target id; it is not asked for
+    those behind the longest chain's last one. to_ids: target ids of columns of the logits. drawn: rows that sample draw
+    their drafts; False: they take the likeliest tokens too, as a tree that is merged with others must. stop_below: a
+    chain ends where the probability of all that it drafted is below this; one for all rows, or one for each.
     """
     most, device = max(limits), logits.device
     drafted, drawn_from = [torch.zeros(len(rows), dtype=torch.long, device=device)], []
+    sampled = [drawn and not request.settings.greedy for request in rows.requests]
     least, score = least_scores(stop_below, device), torch.zeros(len(rows), device=device)
     for depth in range(1, most + 1):
         if depth > 1:
             logits = read(drafted[-1])
-        if by_rank:
-            drafted.append(logits.argmax(-1))
-        else:
+        if any(sampled):
             columns, probs = draw_drafts(logits, rows, [depth <= limit for limit in limits])
-            drafted.append(columns)
             drawn_from.append(probs)
+        else:
+            columns = logits.argmax(-1)
+        drafted.append(to_ids(columns))
         if least is not None:
-            score = score + log_probabilities(logits.gather(1, drafted[-1][:, None])[:, None], logits[:, None])[:, 0, 0]
+            score = score + log_probabilities(logits.gather(1, columns[:, None])[:, None], logits[:, None])[:, 0, 0]
             doubts = (score < least).tolist()
             limits = [min(limit, depth) if one else limit for limit, one in zip(limits, doubts, strict=True)]
             if depth >= max(limits):
                 break
     chain = Topology.chain(len(drafted) - 1, device).expand(len(rows)).within(torch.tensor(limits, device=device))
-    sampled = [not request.settings.greedy for request in rows.requests]
-    if by_rank or not any(sampled):
+    if not any(sampled):
         return TokenTree(torch.stack(drafted, dim=1), chain)
-    ids = torch.arange(logits.shape[1], device=device)
+    ids = to_ids(torch.arange(logits.shape[1], device=device))
     return TokenTree(torch.stack(drafted, dim=1), chain, DrawnFrom(torch.stack(drawn_from, dim=1), ids, sampled))
 
 

@@ -5,8 +5,8 @@
 
 Both read and write the target's own cache: a draft sees the text as the target sees it, and its keys stand where
 verification writes them anew. So they hold no weight and no cache of their own, and a prompt costs them nothing. Rows
-that sample draw their drafts, and the rejection rule verifies them; greedy rows draft the likeliest tokens, and with
-`by_rank` all rows do, which a union can verify.
+that sample draw their drafts, and the rejection rule verifies them; greedy rows draft the likeliest tokens, and unless
+`drawn` all rows do, which a union can verify.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class _OwnDrafter(NoDraft):
 
     name = "layer-skip"
 
-    def __init__(self, target: Target, length: int, by_rank: bool):
+    def __init__(self, target: Target, length: int, drawn: bool):
         super().__init__()
         if length < 0:
             raise HeadstartError(f"a chain of {length} drafts cannot be drafted; give 0 or more")
-        self.target, self.length, self.by_rank = target, length, by_rank
+        self.target, self.length, self.drawn = target, length, drawn
         target.model.set_attn_implementation(IMPLEMENTATION)
 
     def propose(self, rows: Rows, budget: int) -> TokenTree:
@@ -53,7 +53,7 @@ class _OwnDrafter(NoDraft):
         def read(tokens: Int[Tensor, "rows"]) -> Float[Tensor, "rows vocab"]:
             return self.target.output.logits(self._run(rows, tokens, next(depths)).final[:, 0])
 
-        return draw_chain(read(rows.roots()), rows, limits, read, by_rank=self.by_rank)
+        return draw_chain(read(rows.roots()), rows, limits, read, drawn=self.drawn)
 
     def _run(self, rows: Rows, tokens: Int[Tensor, "rows"], depth: int) -> Features:
         """The part of the target on one token of each row, at this depth of its tree; the rows' lengths stay."""
@@ -87,14 +87,14 @@ class EarlyExitDrafter(_OwnDrafter):
     model cannot be run in two parts.
     """
 
-    def __init__(self, target: Target, exit_layer: int, length: int = 4, *, by_rank: bool = False):
+    def __init__(self, target: Target, exit_layer: int, length: int = 4, *, drawn: bool = True):
         if not 1 <= exit_layer < target.num_layers:
             raise HeadstartError(
                 f"{target.name} has {target.num_layers} layers and cannot draft with the first {exit_layer}; give 1 to "
                 f"{target.num_layers - 1}"
             )
         check_parts(target, exit_layer)
-        super().__init__(target, length, by_rank)
+        super().__init__(target, length, drawn)
         self.exit_layer = exit_layer
         self._states: list[Float[Tensor, "rows 1 dim"]] = []
         """HF[exit_layer] of this step's nodes so far."""
@@ -116,10 +116,10 @@ class EarlyExitDrafter(_OwnDrafter):
 class SkippingDrafter(_OwnDrafter):
     """The whole target but for some attention and MLP blocks (Draft & Verify, arXiv 2309.08168); verified in full."""
 
-    def __init__(self, target: Target, skips: Skips, length: int = 4, *, by_rank: bool = False):
+    def __init__(self, target: Target, skips: Skips, length: int = 4, *, drawn: bool = True):
         check_skips(skips, target, "skipped blocks")
         skips.calls(target)  # refused here, not in the middle of a text
-        super().__init__(target, length, by_rank)
+        super().__init__(target, length, drawn)
         self.skips = skips
 
     def _forward(self, *inputs: Any, **more: Any) -> Features:
@@ -132,9 +132,9 @@ def skipping_drafter(
     target: Target,
     length: int | None = None,
     *,
-    by_rank: bool = False,
+    drawn: bool = True,
     allow_other_target: bool = False,
 ) -> SkippingDrafter:
     """The drafter of a folder that `save_skips` wrote; its chains as long as was found best where `length` is None."""
     skips, best = load_skips(folder, target, allow_other_target)
-    return SkippingDrafter(target, skips, best if length is None else length, by_rank=by_rank)
+    return SkippingDrafter(target, skips, best if length is None else length, drawn=drawn)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from headstart.decode.attention import IMPLEMENTATION, tree_mask
 from headstart.decode.cache import KVCache
@@ -33,9 +33,10 @@ class ModelDrafter:
     """Chains of `length` tokens of another causal model. Raises HeadstartError where it reads other tokens.
 
     Its attention is switched to ours, for good. Ids that only one of the two output heads has, as padded vocabularies
-    do, are never drafted. A row whose text has come to the end of the model's positions is decoded plainly. by_rank:
-    rows that sample get the likeliest tokens too, which a union can verify. stop_below: drafting ends, in each row,
-    where the model's own probability of all that is drafted is below this.
+    do, are never drafted. A row whose text has come to the end of the model's positions is decoded plainly. drawn: rows
+    that sample draw their drafts; False: they take the likeliest tokens too, which keeps the text of plain sampling and
+    which a union can verify. stop_below: drafting ends, in each row, where the model's own probability of all that is
+    drafted is below this.
     """
 
     wants: tuple[int, ...] = ()
@@ -46,7 +47,7 @@ class ModelDrafter:
         target: Target,
         length: int = 4,
         *,
-        by_rank: bool = False,
+        drawn: bool = True,
         stop_below: float = 0.0,
         name: str = "model",
     ):
@@ -54,9 +55,13 @@ class ModelDrafter:
             raise HeadstartError(f"a chain of {length} drafts cannot be drafted; give 0 or more")
         check_same_tokens(model, target)
         check_stop(stop_below)
-        self.model, self.length, self.by_rank, self.name = model, length, by_rank, name
+        self.model, self.length, self.drawn, self.name = model, length, drawn, name
         self.stop_below: float | Sequence[float] = stop_below
         """One for all rows, or one for each."""
+        ours = {id(tensor) for tensor in (*target.model.parameters(), *target.model.buffers())}
+        own = [*model.model.parameters(), *model.model.buffers()]
+        self._own = [tensor for tensor in own if id(tensor) not in ours]
+        """What it does not share with the target, as a copy or a student does."""
         self.num_columns = min(model.vocab_size, target.vocab_size)
         model.model.set_attn_implementation(IMPLEMENTATION)
         self._cache = KVCache(model.num_layers, slots=0, capacity=0)
@@ -77,12 +82,13 @@ class ModelDrafter:
         if max(limits) == 0:
             return NoDraft().propose(rows, budget)
         self._cut_back(rows)
-        logits = self._run([ids[len(read) :] for ids, read in zip(rows.ids, self._read, strict=True)])
+        final = self._run([ids[len(read) :] for ids, read in zip(rows.ids, self._read, strict=True)])
 
         def read(tokens: Int[Tensor, "rows"]) -> Float[Tensor, "rows columns"]:
-            return self._run([[token] for token in tokens.tolist()])
+            return self._logits(self._run([[token] for token in tokens.tolist()]))
 
-        return draw_chain(logits, rows, limits, read, by_rank=self.by_rank, stop_below=self.stop_below)
+        more = {"to_ids": self._ids, "drawn": self.drawn, "stop_below": self.stop_below}
+        return draw_chain(self._logits(final), rows, limits, read, **more)
 
     def commit(self, rows: Rows, first: int, committed: Committed) -> None:
         """A prompt is read as it comes in; what a step committed is read with the next proposal."""
@@ -96,11 +102,17 @@ class ModelDrafter:
         self._sure = [self._sure[row] for row in keep.tolist()]
 
     def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.model.model.parameters())
+        return sum(tensor.numel() for tensor in self._own if isinstance(tensor, nn.Parameter))
 
     def num_bytes(self) -> int:
-        held = [*self.model.model.parameters(), *self.model.model.buffers()]
-        return sum(tensor.numel() * tensor.element_size() for tensor in held) + self._cache.num_bytes()
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._own) + self._cache.num_bytes()
+
+    def _logits(self, final: Float[Tensor, "rows dim"]) -> Float[Tensor, "rows columns"]:
+        return self.model.output.logits(final)[:, : self.num_columns]
+
+    def _ids(self, columns: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
+        """Target ids of columns of the logits."""
+        return columns
 
     def _cut_back(self, rows: Rows) -> None:
         """Forgets what is not the beginning of a row's text, and the root, whose logits are wanted."""
@@ -111,9 +123,9 @@ class ModelDrafter:
             del read[sure:]
             self._sure[row] = self._cache.lengths[row] = sure
 
-    def _run(self, tokens: list[list[int]], first: int = 0) -> Float[Tensor, "rows columns"]:
-        """Reads the next tokens of rows first.., and gives the logits behind each row's last one (any, where a row has
-        none)."""
+    def _run(self, tokens: list[list[int]], first: int = 0) -> Float[Tensor, "rows dim"]:
+        """Reads the next tokens of rows first.., and gives the final state behind each row's last one (any, where a row
+        has none)."""
         device, counts = torch.device(self.model.device), [len(some) for some in tokens]
         most = max(max(counts), 1)
         padded = torch.tensor([some + [0] * (most - len(some)) for some in tokens], device=device)
@@ -131,8 +143,7 @@ class ModelDrafter:
             self._cache.extend(row, len(some))
             self._read[row] += some
         last = torch.tensor(counts, device=device).clamp(min=1) - 1
-        final = features.final[torch.arange(len(tokens), device=device), last]
-        return self.model.output.logits(final)[:, : self.num_columns]
+        return features.final[torch.arange(len(tokens), device=device), last]
 
 
 def check_same_tokens(model: Target, target: Target) -> None:

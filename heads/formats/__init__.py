@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headstart.errors import HeadError, warn
 from headstart.heads.base import Head
+from headstart.heads.draft import DraftHead, save_student
 from headstart.heads.formats import eagle, eagle3, medusa, speculators, vllm_medusa
 from headstart.heads.formats.exported import Exported, Source, check_state
 from headstart.heads.formats.files import MERGED, read_checkpoint, write_checkpoint
@@ -56,6 +57,7 @@ WRITERS: dict[str, dict[str, Callable[[Source], Exported]]] = {
     "medusa": {"medusa": medusa.export},
     "medusa-merged": {"medusa": medusa.export_merged},
     "vllm-medusa": {"medusa": vllm_medusa.export},
+    "transformers": {},  # a student, written whole by transformers itself
 }
 """What can be written, by the format's name and the type of the head. An EAGLE-3 folder is one for SGLang, vLLM and the
 original alike."""
@@ -126,10 +128,16 @@ def write_foreign(
 ) -> Path:
     """Writes a head as a new folder of another tool's layout; returns the folder.
 
-    dtype: of the floating tensors, None: as the head has them. target_name: the target's hub id, for the formats that
-    name it. num_tokens: how many tokens an engine is told to draft.
+    dtype: of the floating tensors, None: as the head has them (of a student: as the target has them). target_name: the
+    target's hub id, for the formats that name it. num_tokens: how many tokens an engine is told to draft.
     """
     kind = head.config.type
+    if isinstance(head, DraftHead):
+        if format_name != "transformers":
+            raise HeadError(f"the format {format_name} has no place for a student; give --format transformers")
+        if head.vocab is not None:
+            warn("a model of transformers has no draft vocabulary: all ids will be drafted, trained or not")
+        return save_student(head, target, folder, dtype=dtype)
     writers = WRITERS[format_name]
     if kind not in writers:
         fitting = ", ".join(name for name, by_type in WRITERS.items() if kind in by_type)
