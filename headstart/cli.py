@@ -98,6 +98,19 @@ def build_parser() -> argparse.ArgumentParser:
     verb.add_argument("--head", metavar="RUN", help="a trained head, to measure what the stored dtype costs it")
     verb.add_argument("--device", help="cpu, cuda, cuda:1; default: the first GPU, or else the CPU")
 
+    verb = _verb(data_verbs, "datastore", _data_datastore, "index texts that retrieval drafts from")
+    verb.add_argument("files", nargs="+", metavar="FILE", help="conversations (.jsonl, bundled:chats, ..) or .txt")
+    verb.add_argument("--target", required=True, metavar="NAME", help="whose tokenizer: hub id, folder or bundled:NAME")
+    verb.add_argument("--output", required=True, metavar="DIR", help="where the datastore goes, a new folder")
+    verb.add_argument("--limit", type=_positive, metavar="N", help="take the first N rows of each source only")
+
+    verb = _verb(verbs, "skips", _skips, "the blocks of a target that it can best draft without; no training")
+    verb.add_argument("--target", required=True, metavar="NAME", help="hub id, folder or bundled:NAME")
+    verb.add_argument("--output", required=True, metavar="DIR", help="where the blocks go; draft with layer-skip:DIR")
+    verb.add_argument("--tries", type=_positive, default=200, metavar="N", help="sets of blocks to try (%(default)s)")
+    _add_set(verb, "seed=1")
+    _add_device(verb)
+
     verb = _verb(verbs, "tune", _tune, "the tree for this head that is fastest on this device")
     verb.add_argument("--head", required=True, metavar="RUN", help="run folder, or the folder of a head")
     verb.add_argument("--target", metavar="NAME", help="hub id, folder or bundled:NAME; default: what the head was for")
@@ -109,7 +122,7 @@ def build_parser() -> argparse.ArgumentParser:
     verb.add_argument("--head", metavar="RUN", help="run folder, or the folder of a head")
     verb.add_argument("--target", metavar="NAME", help="hub id, folder or bundled:NAME; default: what the head was for")
     verb.add_argument(
-        "--drafters", metavar="A,B", help="ngram, model:ID, layer-skip, head:RUN, union:A+B; default: head"
+        "--drafters", metavar="A,B", help="ngram, model:ID, head:RUN, ..: docs/drafters.md; default: head"
     )
     verb.add_argument("--bench", metavar="FILE", help="prompts from a file; default: what the recipe says")
     verb.add_argument("--split", help="split of those prompts")
@@ -246,6 +259,30 @@ def _data_features(arguments: argparse.Namespace) -> None:
         layers=layers,
         head=arguments.head,
         device=arguments.device,
+    )
+
+
+def _data_datastore(arguments: argparse.Namespace) -> None:
+    from headstart.data.datastore import build_datastore
+    from headstart.loading import load_tokenizer
+
+    tokenizer = load_tokenizer(arguments.target)
+    reports = build_datastore(arguments.output, arguments.files, tokenizer, limit=arguments.limit)
+    for file, report in reports.items():
+        print(f"{file}: {report.summary()}")
+    print(arguments.output)
+
+
+def _skips(arguments: argparse.Namespace) -> None:
+    from headstart.eval import skips
+
+    skips.run(
+        arguments.target,
+        arguments.output,
+        tries=arguments.tries,
+        overrides=arguments.set,
+        device=arguments.device,
+        dtype=arguments.dtype,
     )
 
 

@@ -39,6 +39,26 @@ def test_headstart_commands_parse(page):
             build_parser().parse_args(words[1:])
 
 
+@pytest.mark.parametrize("page", ["how-it-works.md", "como-funciona.md"])
+def test_snippets_run(page):
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    snippets = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(snippets) >= 4 and all("assert " in snippet for snippet in snippets)
+    for snippet in snippets:
+        exec(compile(snippet, page, "exec"), {})
+
+
+def test_the_page_in_spanish_has_what_the_english_one_has():
+    """The same headings, lists and tables, figures and links, in the same order."""
+    english, spanish = (
+        (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("how-it-works.md", "como-funciona.md")
+    )
+    for pattern in (r"^(#+) ", r"^([-|]) ", r"\d+\.\d+"):
+        assert re.findall(pattern, english, flags=re.MULTILINE) == re.findall(pattern, spanish, flags=re.MULTILINE)
+    links = [set(re.findall(r"\]\((.*?)\)", text)) for text in (english, spanish)]
+    assert links[0] - {"como-funciona.md"} == links[1] - {"how-it-works.md"}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_make_targets_exist(page):
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE))
