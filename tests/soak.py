@@ -23,21 +23,30 @@ from typing import Any
 
 import eagle_cases
 import head_cases
+import numpy as np
 import psutil
 import stubs
 import tiny
 import torch
 
+from headstart.data.datastore import Datastore, suffix_array
 from headstart.data.progress import Progress
+from headstart.decode.draft_length import StepCosts
+from headstart.decode.drafters.adaptive import AdaptiveDrafter
 from headstart.decode.drafters.base import Drafter, NoDraft, Request
 from headstart.decode.drafters.heads import head_drafter
+from headstart.decode.drafters.layer_skip import EarlyExitDrafter, SkippingDrafter
+from headstart.decode.drafters.lookahead import LookaheadDrafter
 from headstart.decode.drafters.model import ModelDrafter
 from headstart.decode.drafters.ngram import NgramDrafter
-from headstart.decode.drafters.plans import DynamicTree, SampledChain
+from headstart.decode.drafters.plans import DynamicTree, SampledChain, SampledTree
+from headstart.decode.drafters.quantised import QuantisedDrafter
+from headstart.decode.drafters.retrieval import RetrievalDrafter
 from headstart.decode.drafters.union import UnionDrafter
 from headstart.decode.engine import Engine
 from headstart.decode.processors import text_processors
 from headstart.decode.sampling import SamplingSettings
+from headstart.decode.skips import Skips
 from headstart.target import Target
 
 FLAT = 64 << 20
@@ -51,6 +60,12 @@ Maker = Callable[[random.Random, str, Answers], Drafter]
 @functools.lru_cache
 def target_of(family: str) -> Target:
     return tiny.target(family, dtype=torch.float64)
+
+
+@functools.lru_cache
+def ends_of(family: str) -> tuple[int, ...]:
+    """The model's own end tokens; a round may add others."""
+    return tiny.target(family).end_token_ids
 
 
 @functools.lru_cache
@@ -69,7 +84,7 @@ def some_tree(rng: random.Random) -> list:
 
 def eagle_plan(rng: random.Random) -> Any:
     trees = [stubs.chain(rng.randint(1, 5)), stubs.SPARSE_25, DynamicTree(depth=3, width=3, num_nodes=9)]
-    return rng.choice([*trees, SampledChain(length=3)])
+    return rng.choice([*trees, SampledChain(length=3), SampledTree(paths=stubs.full_tree(2, 2))])
 
 
 def a_stub(rng: random.Random, family: str, answers: Answers) -> Drafter:
@@ -78,13 +93,60 @@ def a_stub(rng: random.Random, family: str, answers: Answers) -> Drafter:
 
 
 def a_union(rng: random.Random, family: str, answers: Answers) -> Drafter:
-    return UnionDrafter([NgramDrafter(rng.randint(1, 6)), a_stub(rng, family, answers)])
+    return UnionDrafter([NgramDrafter(rng.randint(1, 6)), a_stub(rng, family, answers), a_lookahead(rng)])
+
+
+def a_lookahead(rng: random.Random) -> LookaheadDrafter:
+    return LookaheadDrafter(rng.randint(1, 8), rng.randint(3, 5), rng.randint(1, 6), from_text=rng.random() < 0.5)
+
+
+def some_ngrams(rng: random.Random) -> NgramDrafter:
+    take = rng.choice(["latest", "frequent", "tree"])
+    return NgramDrafter(rng.randint(1, 10), rng.randint(1, 4), take=take, num_nodes=rng.randint(2, 20))
+
+
+def a_part(rng: random.Random, family: str, answers: Answers) -> Drafter:
+    target, length = target_of(family), rng.randint(0, 5)
+    if rng.random() < 0.5:
+        return EarlyExitDrafter(target, rng.randint(1, target.num_layers - 1), length)
+    layers = range(target.num_layers)
+    chosen = [tuple(sorted(rng.sample(layers, rng.randint(0, target.num_layers)))) for _ in range(2)]
+    return SkippingDrafter(target, Skips(*chosen), length)
+
+
+def an_adaptive(rng: random.Random, family: str, answers: Answers) -> Drafter:
+    """Costs under which every depth pays now and then, and plain decoding too."""
+    costs = StepCosts(seconds=(1.0, *(1.0 + rng.random() * depth for depth in range(1, 6))), budgets=tuple(range(1, 7)))
+    inner = rng.choice(["ngram", "model", "skip"])
+    if inner == "ngram":
+        return AdaptiveDrafter(NgramDrafter(5), costs)
+    model = ModelDrafter(stubs.half_right(family), target_of(family), 5)
+    return AdaptiveDrafter(model if inner == "model" else EarlyExitDrafter(target_of(family), 2, 5), costs)
+
+
+@functools.lru_cache
+def store_of(family: str) -> Datastore:
+    """What the target writes behind a few prompts."""
+    prompts = stubs.prompts_of([4, 9, 20], target_of(family).vocab_size, seed=9)
+    texts = [prompt + _plain(family, prompt, 40, SamplingSettings(), ends_of(family)) for prompt in prompts]
+    separator = target_of(family).vocab_size
+    tokens = np.array([token for text in texts for token in (*text, separator)], np.uint32)
+    return Datastore(tokens, suffix_array(tokens), separator)
 
 
 MAKERS: dict[str, Maker] = {
-    "none": lambda rng, family, answers: NoDraft(rng.choice([1, 1, 5])),
+    "none": lambda rng, family, answers: NoDraft(rng.choice([1, 1, 2])),
     "stub": a_stub,
-    "ngram": lambda rng, family, answers: NgramDrafter(rng.randint(1, 10), rng.randint(1, 4)),
+    "ngram": lambda rng, family, answers: some_ngrams(rng),
+    "lookahead": lambda rng, family, answers: a_lookahead(rng),
+    "layer-skip": a_part,
+    "adaptive": an_adaptive,
+    "retrieval": lambda rng, family, answers: RetrievalDrafter(
+        store_of(family), target_of(family).end_token_ids, num_nodes=rng.randint(2, 20), length=rng.randint(1, 9)
+    ),
+    "quantised": lambda rng, family, answers: QuantisedDrafter(
+        target_of(family), rng.choice([8, 4]), rng.randint(0, 4)
+    ),
     "model": lambda rng, family, answers: ModelDrafter(stubs.half_right(family), target_of(family), rng.randint(0, 6)),
     "medusa": lambda rng, family, answers: head_drafter(
         medusa(family), target_of(family), [path for path in some_tree(rng) if len(path) <= 3]
@@ -120,10 +182,12 @@ def play(seed: int, number: int) -> tuple[str, dict[str, Any] | None]:
     target, new = target_of(family), rng.randint(1, 40)
     prompts = stubs.prompts_of([rng.randint(1, 45) for _ in range(rng.randint(1, 7))], target.vocab_size, number)
     prompts = [prompt * rng.choice([1, 1, 2]) for prompt in prompts]  # some with what n-grams find
+    prompts = [prompt[: target.max_positions - 1] for prompt in prompts]
     settings = SamplingSettings(**processors_of(rng, target.vocab_size))
-    free = [_plain(family, prompt, new, settings, ()) for prompt in prompts]
+    own_ends = ends_of(family)
+    free = [_plain(family, prompt, new, settings, own_ends) for prompt in prompts]
     written = [token for answer in free for token in answer]
-    ends = tuple(sorted({rng.choice(written) for _ in range(rng.choice([0, 1, 2]))}))
+    ends = tuple(sorted({*own_ends, *(rng.choice(written) for _ in range(rng.choice([0, 1, 2])))}))
     target.end_token_ids = ends
     expected = [_plain(family, prompt, new, settings, ends) for prompt in prompts]
     stop = _some_stop(rng, target, expected)

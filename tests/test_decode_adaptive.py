@@ -13,7 +13,7 @@ import pytest
 import stubs
 import torch
 from stubs import TREES
-from test_decode_model import decode, draft_model, half_right, plain, target
+from test_decode_model import decode, draft_model, plain, target
 from test_decode_sampling import FAMILY_LEVEL, SETTINGS, SMOKE_DRAWS, g_test, joint, sample, small_target
 
 from headstart.decode.cost import CostCurve, RankedAnswer, accepted_at
@@ -257,7 +257,7 @@ def test_the_text_is_the_targets_own(policy, batch_size):
     drafters = [
         (stubs.stub(kinds, answers, TREES["sparse25"], target().vocab_size), levels("sparse25")),
         (NgramDrafter(), COSTS),
-        (ModelDrafter(half_right(), target(), 5), COSTS),
+        (ModelDrafter(stubs.half_right(), target(), 5), COSTS),
     ]
     for drafter, costs in drafters:
         done = decode(AdaptiveDrafter(drafter, costs, new_policy(policy)), batch_size)
@@ -310,14 +310,14 @@ def test_what_was_committed_while_the_drafter_was_not_asked_is_told_in_the_end(p
 
 def test_a_model_that_doubts_stops():
     """Rows stop where all that they have drafted is less likely than this, and not one token sooner."""
-    free = decode(ModelDrafter(half_right(), target(), 5), 1)
-    sure = decode(ModelDrafter(half_right(), target(), 5, stop_below=0.05), 3)
+    free = decode(ModelDrafter(stubs.half_right(), target(), 5), 1)
+    sure = decode(ModelDrafter(stubs.half_right(), target(), 5, stop_below=0.05), 3)
     assert [one.token_ids for one in sure] == plain() == [one.token_ids for one in free]
     drafted = {name: sum(step.depth for one in run for step in one.steps) for name, run in [("a", free), ("b", sure)]}
     depths = {step.depth for one in sure for step in one.steps}
     assert drafted["b"] < 0.9 * drafted["a"] and len(depths) >= 3
     with pytest.raises(HeadstartError, match="no probability"):
-        ModelDrafter(half_right(), target(), 5, stop_below=1.5)
+        ModelDrafter(stubs.half_right(), target(), 5, stop_below=1.5)
 
 
 # -- sampling ----------------------------------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ def test_a_seed_has_one_text_in_every_batch(policy):
     warm = SamplingSettings(temperature=0.8, seed=4)
     runs = []
     for batch_size in (1, 3, 8):
-        drafter = AdaptiveDrafter(ModelDrafter(half_right(), target(), 5), COSTS, new_policy(policy))
+        drafter = AdaptiveDrafter(ModelDrafter(stubs.half_right(), target(), 5), COSTS, new_policy(policy))
         done = decode(drafter, batch_size, warm)
         runs.append([(one.token_ids, [(step.depth, step.accepted) for step in one.steps]) for one in done])
     assert runs[0] == runs[1] == runs[2]

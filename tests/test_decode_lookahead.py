@@ -5,6 +5,7 @@ untouched model give, and extra queries that no draft ever notices.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -329,7 +330,7 @@ class Asking(NoDraft):
         ]
         extra = ExtraQueries(*map(torch.tensor, (tokens, parents, wanted)))
         tree = self.inner.propose(rows, budget)
-        return TokenTree(tree.tokens, tree.topology, tree.drawn, extra)
+        return replace(tree, extra=extra)
 
     def commit(self, rows: Rows, first: int, committed: Committed) -> None:
         if committed.extra_logits is not None:

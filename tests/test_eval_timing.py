@@ -128,7 +128,7 @@ def test_every_arm_writes_the_same_text_and_turns_follow_the_plain_answer(batch_
         asked = batch_size == 1 and answer.question.question_id in ("q0", "q1")
         assert (answer.transformers is not None) == asked
         if answer.transformers:
-            tokens, seconds = answer.transformers
+            tokens, seconds = answer.transformers.tokens, answer.transformers.seconds
             assert tokens == len(answer.arms[PLAIN].token_ids) - 1 and (seconds > 0 or not tokens)
     first, second = (answer for answer in run.answers if answer.question.question_id == "q1")
     said = str(target.tokenizer.decode(first.arms[PLAIN].token_ids, skip_special_tokens=True))
