@@ -349,7 +349,7 @@ def test_a_sample_has_the_targets_joint_distribution(policy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", ["cool", "top-k"])
 def test_three_tokens_have_the_targets_joint_distribution(setting):
     first = (911 + list(SETTINGS).index(setting)) * 1_000_000
     found = sample(drawing("wandering"), setting, 200_000, first)

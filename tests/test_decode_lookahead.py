@@ -420,7 +420,7 @@ def assert_distribution(setting: str, draws: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", ["warm", "top-p"])
 def test_three_tokens_have_the_targets_joint_distribution(setting):
     assert_distribution(setting, DRAWS)
 

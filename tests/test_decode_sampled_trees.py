@@ -77,8 +77,7 @@ def assert_distribution(name: str, setting: str, draws: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize(("name", "setting"), zip(DRAWN, SETTINGS, strict=True))
 def test_three_tokens_have_the_targets_joint_distribution(name, setting):
     assert_distribution(name, setting, DRAWS)
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import json
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -88,9 +89,8 @@ def test_tokens_are_those_of_transformers_and_the_cache_that_of_a_prefill(family
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [1, 2, 7])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_exit_and_length_in_every_batch(family, batch_size):
+@pytest.mark.parametrize(("family", "batch_size"), zip(FAMILIES, cycle([1, 2, 7]), strict=False))
+def test_every_exit_and_length(family, batch_size):
     target, prompts, answers = case(family)
     for length in (0, 1, 6):
         for drafter in drafters(target, length):
@@ -285,8 +285,7 @@ def assert_distribution(name: str, setting: str, draws: int, monkeypatch) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize(("name", "setting"), zip(cycle(CHAINS), SETTINGS, strict=False))
 def test_three_tokens_have_the_targets_joint_distribution(name, setting, monkeypatch):
     assert_distribution(name, setting, DRAWS, monkeypatch)
 
