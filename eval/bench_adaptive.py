@@ -11,11 +11,9 @@ no clock and no other job touches the comparison.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,8 +35,9 @@ from headstart.decode.drafters.base import NoDraft
 from headstart.decode.drafters.heads import head_drafter
 from headstart.decode.drafters.plans import chain_paths
 from headstart.decode.forecast import measure_depths, rank_answer, record_rows
-from headstart.errors import HeadstartError, refuse_unwritable
+from headstart.errors import HeadstartError
 from headstart.eval import identity
+from headstart.eval.figures import refuse_output, write_figures
 from headstart.eval.prompts import Question, load_questions
 from headstart.eval.trained import Trained, open_trained
 from headstart.heads.medusa import MedusaHead
@@ -131,8 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     keep_freed_memory()
     try:
-        if options.output:
-            refuse_unwritable(Path(options.output).resolve().parent)
+        refuse_output(options.output)
         report = run(open_trained(options.head, overrides=options.set), options.each)
     except HeadstartError as error:
         print(error, file=sys.stderr)
@@ -144,9 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"constant ({one['best_constant']} drafts); heuristic {one['heuristic_speedup']:.3f}; "
             f"constant 0, 1, ..: {lengths}"
         )
-    if options.output:
-        Path(options.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        print(options.output)
+    write_figures(report, options.output)
     return 0
 
 

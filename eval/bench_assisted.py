@@ -18,7 +18,6 @@ Arms take turns on every prompt, and intervals are paired by prompt.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,9 +37,10 @@ from headstart.decode.drafters.model import ModelDrafter
 from headstart.decode.drafters.ngram import NgramDrafter
 from headstart.decode.engine import Engine
 from headstart.decode.sampling import SamplingSettings
-from headstart.errors import HeadstartError, refuse_unwritable
+from headstart.errors import HeadstartError
 from headstart.eval import identity
 from headstart.eval.drafters import open_draft_model
+from headstart.eval.figures import refuse_output, write_figures
 from headstart.eval.intervals import speedup_interval
 from headstart.eval.prompts import choose, load_questions
 from headstart.eval.trained import Trained, open_trained
@@ -222,8 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     keep_freed_memory()
     try:
-        if options.output:
-            refuse_unwritable(Path(options.output).resolve().parent)
+        refuse_output(options.output)
         trained = open_trained(None, options.target, overrides=options.set)
         draft = open_draft_model(options.draft, trained.target) if options.draft else None
         report = run(
@@ -247,9 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 )
         outcome = report["identity"][name]
         print(f"  float32: {outcome['identical']} of {outcome['compared']} texts identical, passed {outcome['passed']}")
-    if options.output:
-        Path(options.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        print(options.output)
+    write_figures(report, options.output)
     return 0
 
 

@@ -29,13 +29,11 @@ several sizes, measured between the steps of the same run.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,7 +43,8 @@ from torch import nn
 from headstart.allocator import keep_freed_memory
 from headstart.data.packing import RowStore, TokenBatch, collate
 from headstart.data.prepare import prepare
-from headstart.errors import HeadstartError, RecipeError, refuse_unwritable
+from headstart.errors import HeadstartError, RecipeError
+from headstart.eval.figures import refuse_output, write_figures
 from headstart.heads.base import Alignment, Head
 from headstart.heads.configs import Eagle3Config
 from headstart.heads.draft_layer import dimensions
@@ -247,8 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         recipe = load_recipe(options.recipe, [*SETTINGS, THREE_STEPS, *options.set], options.smoke)
-        if options.output:
-            refuse_unwritable(Path(options.output).resolve().parent)
+        refuse_output(options.output)
         sizes = (64,) if options.smoke else PEAK_SIZES
         steps = min(options.steps, 4) if options.smoke else options.steps
         report = run(recipe, dtypes=options.dtypes.split(","), steps=steps, sizes=sizes)
@@ -261,9 +259,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{result['share_of_peak']:.1%} of the matmul peak ({result['step_gflops']:.0f} of "
             f"{result['peak_gflops']:.0f} GFLOP/s), {result['tokens_per_cpu_second']:.0f} tokens per CPU second"
         )
-    if options.output:
-        Path(options.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        print(options.output)
+    write_figures(report, options.output)
     return 0
 
 

@@ -36,7 +36,8 @@ from headstart.data.rendering import Row
 from headstart.decode.cost import RankedAnswer, mean_tokens, replay, replay_crosswise
 from headstart.decode.drafters.plans import chain_paths
 from headstart.decode.forecast import Recorded, rank_answer, record_rows
-from headstart.errors import DataError, HeadstartError, refuse_unwritable
+from headstart.errors import DataError, HeadstartError
+from headstart.eval.figures import refuse_output, write_figures
 from headstart.heads.base import Head
 from headstart.heads.store import build_head, load_head
 from headstart.recipe import Recipe, load_recipe, override, refuse_unbuilt
@@ -172,8 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     fixed = [f"train.cpu_seconds={CPU_SECONDS}", "train.eval_every=null", "train.save_every=null"]
     try:
-        if options.output:
-            refuse_unwritable(Path(options.output).resolve().parent)
+        refuse_output(options.output)
         recipe = load_recipe(options.recipe, [*fixed, *options.set])
         refuse_unbuilt(recipe)
         seeds = [int(seed) for seed in options.seeds.split(",")]
@@ -183,9 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return error.exit_status
     for name, value in report["summary"].items():
         print(f"{name}: {value['mean']:.3f} (deviation {value['deviation']:.3f} over {len(seeds)} seeds)")
-    if options.output:
-        Path(options.output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        print(options.output)
+    write_figures(report, options.output)
     return 0
 
 
