@@ -27,6 +27,8 @@ FORMULAS = {
     "draft_acceptance": "accepted drafts / levels drafted: sum(accepted) / sum(depth); for chains, accepted / drafted",
     "per_position": "share at depth d: steps with accepted >= d / steps whose tree reached depth d",
     "conditional": "alpha_d: steps with accepted >= d / steps with accepted >= d - 1 whose tree reached depth d",
+    "alpha": "one rate for all depths: the numerators of alpha_d, summed / their denominators, summed",
+    "mean_depth": "levels drafted per step: sum(depth) / steps; for chains, K",
 }
 """What the figures are called and how they are computed; printed in the reports."""
 
@@ -64,6 +66,16 @@ class StepCounts:
     def draft_acceptance(self) -> float | None:
         """sum(accepted) / sum(depth): for chains, accepted / drafted; of siblings in a tree, at most one can be."""
         return ratio(self.accepted, self.drafted_levels)
+
+    @property
+    def mean_depth(self) -> float | None:
+        """Levels drafted per step: sum(depth) / steps; for chains of one length, that length K."""
+        return ratio(self.drafted_levels, self.steps)
+
+    @property
+    def alpha(self) -> float | None:
+        """The likeliest rate of acceptance if it is one for all depths: sum(passed) / sum(tested)."""
+        return ratio(sum(self.passed), sum(self.tested))
 
     @property
     def per_position(self) -> list[float | None]:

@@ -79,12 +79,16 @@ def build_report(
 def line(name: str, report: Report) -> dict[str, Any]:
     """A report as one row of a table that compares several."""
     keys, details = [key for key in HEADLINE if key not in ("memory", "environment")], report["details"]
+    acceptance, seconds = details["acceptance"], details["seconds_per_step"]
+    levels, plain = acceptance["mean_depth"], seconds["plain"]["all"]
     return {
         "name": name,
         **{key: report[key] for key in keys},
-        "draft_acceptance": details["acceptance"]["draft_acceptance"],
+        **{key: acceptance[key] for key in ("draft_acceptance", "alpha", "mean_depth")},
+        "draft_cost": seconds["drafted"]["draft"] / levels / plain if levels and plain else None,
         "conditional": [row["conditional"] for row in details["per_depth"]],
-        "seconds_per_step": details["seconds_per_step"]["drafted"],
+        "seconds_per_step": seconds["drafted"],
+        "break_even_acceptance_length": seconds["break_even_acceptance_length"],
         "identity_holds": None if details["identity"] is None else details["identity"]["passed"],
     }
 

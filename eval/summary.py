@@ -20,6 +20,12 @@ from headstart.eval.timing import PLAIN, Answer, Measurement, Timed
 
 Figures = dict[str, Any]
 
+COST_FORMULAS = {
+    "break_even_acceptance_length": "seconds of a drafted step / seconds of a plain one",
+    "draft_cost": "c: seconds of drafting per level drafted / seconds of a plain step",
+}
+"""How figures of time are computed; those of acceptance are in `eval.acceptance`."""
+
 
 def summarise(run: Measurement, drafter: str) -> Figures:
     """The measured headline figures of `drafter`, and under `details` the tables below them."""
@@ -57,7 +63,7 @@ def _details(run: Measurement, kept: list[Answer], looping: list[Answer], asked:
     kept_rows = [row for row in rows if not row["loops"]]
     plain_where_asked = _pooled_rate([answer.arms[PLAIN] for answer in asked])
     return {
-        "formulas": FORMULAS,
+        "formulas": FORMULAS | COST_FORMULAS,
         "answers": {
             "decoded": len(run.answers),
             "looping": len(looping),
@@ -161,6 +167,8 @@ def _acceptance(counts: StepCounts) -> Figures:
         "emitted": counts.emitted,
         "mean_accepted": counts.mean_accepted,
         "draft_acceptance": counts.draft_acceptance,
+        "alpha": counts.alpha,
+        "mean_depth": counts.mean_depth,
     }
 
 

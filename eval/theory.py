@@ -5,17 +5,19 @@
     headstart theory --alpha 0.6 --tree 4,2,1                     # four children of the root, two of each of those, ..
     headstart theory --alpha 0.8 --head runs/quickstart           # with the costs that `headstart tune` measured here
     headstart theory --alpha 0.9 --k 5 --output theory.html       # the same to play with, in a browser
+    headstart theory --report runs/mine/report.json --output theory.html      # with what was measured drawn in
 
 The closed forms are those of `decode.closed_form`. Without --head a draft costs `--cost` plain steps and verifying is
 free, as in the papers; with it a step costs what it took on this device, where verifying more tokens takes longer, and
-the best draft is shorter.
+the best draft is shorter. With --report, every drafter of a report of `headstart eval` stands beside the forms: rate α,
+drafts K, cost of a draft c and speedup as measured, and what it would be if verifying were free, τ / (1 + K c).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
@@ -107,6 +109,39 @@ def draft_costs(stored: Number | dict[str, Any]) -> float | DraftCosts:
     return DraftCosts(first=float(stored["first"]), **levels)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """A drafter of a report. speedup: measured, over plain decoding; free: the same if verifying a tree cost what a
+    plain step does, τ / (1 + K c)."""
+
+    name: str
+    alpha: Number
+    length: Number
+    cost: Number
+    acceptance_length: Number
+    speedup: Number
+    free: Number
+
+
+def read_report(path: str) -> list[Measured]:
+    """The drafters of a report.json, at its first temperature; those that drafted nothing or whose speedup is withheld
+    are left out."""
+    keys = ("name", "alpha", "mean_depth", "draft_cost", "acceptance_length", "speedup")
+    try:
+        lines = json.loads(Path(path).read_text(encoding="utf-8"))["details"]["drafters"]
+        rows = [[line[key] for key in keys] for line in lines]
+    except OSError as error:
+        raise HeadstartError(f"--report {path}: {error.strerror or error}; give the report.json of an eval") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise HeadstartError(
+            f"--report {path} has no alpha and cost of each drafter ({error!r}); write it anew by headstart eval"
+        ) from None
+    known = [row for row in rows if None not in row]
+    if not known:
+        raise HeadstartError(f"--report {path} has no drafter with a measured speedup; name some with --drafters")
+    return [Measured(*row, free=row[4] / (1 + row[2] * row[3])) for row in known]
+
+
 def tree_paths(children: Sequence[int]) -> list[TreePath]:
     """The full tree with so many children of every node of each level."""
     return [
@@ -122,12 +157,17 @@ def run(
     cost: Number = 0.05,
     tree: Sequence[int] | None = None,
     head: str | None = None,
+    report: str | None = None,
     output: str | None = None,
 ) -> dict[str, Any]:
     """Prints the table, writes the page where `output` says, and gives back the figures.
 
-    alpha: one rate of acceptance for all depths; rates: one for each depth instead, where all before were accepted.
+    alpha: one rate of acceptance for all depths; rates: one for each depth instead, where all before were accepted; by
+    default the rate of the first drafter of `report`.
     """
+    drawn = read_report(report) if report else []
+    if drawn and alpha is None and rates is None:
+        alpha = drawn[0].alpha
     if (alpha is None) == (rates is None):
         raise HeadstartError("give either --alpha, one rate of acceptance, or --rates, one for each depth")
     if output and not output.endswith(".html"):
@@ -148,11 +188,12 @@ def run(
         "best": best,
         "lengths": [_chain(rates[:k], costs) for k in shown],
         "tree": _tree(rates, tree) if tree else None,
+        "measured": [asdict(one) for one in drawn],
     }
     console = Console()
     show(figures, console)
     if output:
-        write_text(Path(output), to_html(rates[0], length, costs))
+        write_text(Path(output), to_html(rates[0], length, costs, drawn))
         console.print(output)
     return figures
 
@@ -194,14 +235,22 @@ def show(figures: dict[str, Any], console: Console) -> None:
     if figures["tree"]:
         tree = figures["tree"]
         console.print(f"a tree of {tree['nodes']} nodes: {tree['tokens']:.2f} tokens per step", highlight=False)
+    if figures["measured"]:
+        table = Table("as measured", box=None)
+        for heading in ("α", "drafts K", "cost c", "tokens/step", "speedup", "if verifying were free"):
+            table.add_column(heading, justify="right")
+        for one in figures["measured"]:
+            digits = {"alpha": 2, "length": 2, "cost": 3, "acceptance_length": 2, "speedup": 2, "free": 2}
+            table.add_row(one["name"], *(f"{one[key]:.{places}f}" for key, places in digits.items()))
+        console.print(table)
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def to_html(alpha: Number, length: int, costs: Costs) -> str:
+def to_html(alpha: Number, length: int, costs: Costs, drawn: Sequence[Measured] = ()) -> str:
     """A page with sliders, which needs no network. `costs`: where its sliders begin, and a curve of its own if they
-    were measured."""
+    were measured; drawn: points in the plot."""
     template = Template(files("headstart.eval").joinpath("theory.html").read_text(encoding="utf-8"))
     longest = min(LENGTHS, costs.longest)
     values = {
@@ -211,5 +260,6 @@ def to_html(alpha: Number, length: int, costs: Costs) -> str:
         "longest": longest,
         "measured": [costs.chain(k) for k in range(longest + 1)] if costs.measured else None,
         "source": costs.source,
+        "points": [asdict(one) for one in drawn],
     }
     return template.substitute(values=json.dumps(values).replace("</", "<\\/"))

@@ -140,6 +140,7 @@ def build_parser() -> argparse.ArgumentParser:
     verb.add_argument("--cost", type=float, default=0.05, metavar="C", help="of a draft, in plain steps (%(default)s)")
     verb.add_argument("--tree", metavar="N,M,..", help="children of every node, level by level")
     verb.add_argument("--head", metavar="RUN", help="take the costs that `headstart tune` measured for it instead")
+    verb.add_argument("--report", metavar="FILE", help="report.json of an eval, whose drafters are drawn in")
     verb.add_argument("--output", metavar="FILE", help="write an interactive page (.html)")
 
     verb = _verb(verbs, "generate", _generate, "answer a prompt, streaming, and print the acceptance length")
@@ -330,6 +331,7 @@ def _theory(arguments: argparse.Namespace) -> None:
         cost=arguments.cost,
         tree=_numbers("--tree", arguments.tree, _positive),
         head=arguments.head,
+        report=arguments.report,
         output=arguments.output,
     )
 

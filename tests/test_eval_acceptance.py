@@ -25,6 +25,7 @@ def test_a_chain_of_three_that_accepts_3_0_2():
     assert counts.draft_acceptance == pytest.approx(5 / 9)
     assert counts.per_position == pytest.approx([2 / 3, 2 / 3, 1 / 3])
     assert counts.conditional == pytest.approx([2 / 3, 1, 1 / 2])
+    assert counts.alpha == pytest.approx((2 + 2 + 1) / (3 + 2 + 2)) and counts.mean_depth == 3
     figures = {name for name in dir(StepCounts) if isinstance(getattr(StepCounts, name), property)}
     assert figures == set(FORMULAS), "every figure has its formula printed"
     assert all(getattr(StepCounts, name).__doc__ for name in figures)
@@ -55,6 +56,7 @@ def test_a_depth_is_judged_only_by_trees_that_reach_it():
 def test_plain_decoding_and_nothing_at_all():
     plain = count_steps([steps(0, 0, 0, depth=0)])
     assert plain.acceptance_length == 1 and plain.draft_acceptance is None and plain.conditional == []
+    assert plain.alpha is None and plain.mean_depth == 0
     nothing = count_steps([])
     assert nothing.acceptance_length is None and nothing.per_position == []
 

@@ -81,6 +81,7 @@ def test_measured_costs_are_those_of_the_file(head, monkeypatch):
         (["--alpha", "0.5", "--output", "page.txt"], ".html"),
         (["--rates", "0.5", "--tree", "2,2"], "--tree"),
         (["--alpha", "0.5", "--head", "nowhere"], "nowhere"),
+        (["--report", "nowhere.json"], "nowhere.json"),
     ],
 )
 def test_wrong_words_are_named(words, named, capsys, tmp_path, monkeypatch):
@@ -98,9 +99,54 @@ def test_the_page_needs_no_network(tmp_path):
 
 STUB = """
 const elements = {};
-globalThis.document = { getElementById: id => elements[id] ??= {
-  listeners: [], addEventListener(name, run) { this.listeners.push(run); } } };
+const made = () => ({ listeners: [], children: [], addEventListener(name, run) { this.listeners.push(run); },
+  appendChild(child) { this.children.push(child); return child; } });
+globalThis.document = { getElementById: id => elements[id] ??= made(), createElement: made };
 """
+
+
+def line_of(name: str, **changed: float | None) -> dict:
+    figures = {"alpha": 0.7, "mean_depth": 3.0, "draft_cost": 0.1, "acceptance_length": 2.08, "speedup": 1.4}
+    return {"name": name, **figures, **changed}
+
+
+@pytest.fixture
+def report(tmp_path):
+    def write(*lines: dict) -> str:
+        (tmp_path / "report.json").write_text(json.dumps({"details": {"drafters": lines}}))
+        return str(tmp_path / "report.json")
+
+    return write
+
+
+def test_a_report_stands_beside_the_forms(report, capsys):
+    path = report(line_of("model:small"), line_of("ngram", alpha=0.3, draft_cost=0.0), line_of("none", alpha=None))
+    figures = theory.run(report=path, length=3, cost=0.1)
+    student, ngram = figures["measured"]
+    assert student["free"] == pytest.approx(2.08 / 1.3) and ngram["free"] == pytest.approx(2.08)
+    assert figures["lengths"][2]["accepted"] == pytest.approx(0.7 + 0.49 + 0.343)
+    shown = capsys.readouterr().out
+    assert "model:small" in shown and "ngram" in shown and "none" not in shown
+
+
+@pytest.mark.parametrize("lines", [[], [line_of("ngram", speedup=None)], [{"name": "ngram"}]])
+def test_a_report_without_measured_drafters_is_refused(lines, report):
+    with pytest.raises(HeadstartError, match="report.json"):
+        theory.run(report=report(*lines), alpha=0.5)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node, so the page's script is not run")
+def test_the_page_draws_a_report(tmp_path):
+    drawn = [theory.Measured(name, 0.7, 3.0, 0.1, 2.08, 1.4, 1.6) for name in ("<b>", "model:small")]
+    script = theory.to_html(0.7, 3, theory.paper_costs(0.1), drawn).split("<script>")[1].split("</script>")[0]
+    asks = "console.log(JSON.stringify([elements.plot.innerHTML, elements.points.children.length, "
+    asks += "elements.points.children[1].children.map(cell => cell.textContent)]));"
+    (tmp_path / "page.js").write_text(STUB + script + asks)
+    done = subprocess.run(["node", str(tmp_path / "page.js")], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    plot, lines, cells = json.loads(done.stdout)
+    assert plot.count('class="dot"') == 2 == plot.count('class="ring"') and "NaN" not in plot and "<b>" not in plot
+    assert lines == 3 and cells == ["1 <b>", "0.70", "3.00", "0.100", "2.08", "1.40", "1.60"]
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node, so the page's script is not run")
