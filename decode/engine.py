@@ -23,6 +23,7 @@ from headstart.decode.attention import IMPLEMENTATION, prefill_mask, tree_mask
 from headstart.decode.cache import KVCache
 from headstart.decode.drafters.base import Committed, Drafter, Request, Rows, take
 from headstart.decode.processors import Text, text_processors
+from headstart.decode.stops import stopped_at
 from headstart.decode.tree import TokenTree, VerifyFrom
 from headstart.decode.verify import Verified, verify
 from headstart.errors import HeadstartError
@@ -389,7 +390,7 @@ class Engine:
                     emitted = emitted[: index + 1]
                     break
         if request.stop:
-            cut = self._stopped_at(before, emitted, request.stop)
+            cut = stopped_at(self._text, before, emitted, request.stop)
             if cut is not None:
                 return emitted[:cut], "stop"
         if not request.ignore_end and emitted[-1] in self.target.end_token_ids:
@@ -398,15 +399,8 @@ class Engine:
             return emitted, None
         return emitted, "length" if len(before) + len(emitted) == request.max_new_tokens else "positions"
 
-    def _stopped_at(self, before: list[int], emitted: list[int], stop: tuple[str, ...]) -> int | None:
-        """How many of `emitted` it takes to complete a stop string, looking back far enough to find it whole."""
-        tail = max(len(string.encode()) for string in stop) + 4  # a token holds at least one byte
-        decode = self.target.tokenizer.decode
-        for count in range(1, len(emitted) + 1):
-            text = decode((before + emitted[:count])[-tail - count :], skip_special_tokens=False)
-            if any(string in text for string in stop):
-                return count
-        return None
+    def _text(self, token_ids: list[int]) -> str:
+        return str(self.target.tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def _committed(
         self, tree: TokenTree, verdicts: list[Verified], features: Features, extra_logits: Tensor | None
