@@ -14,17 +14,15 @@ def stopped_at(
 ) -> int | None:
     """How many of the `emitted` tokens it takes until the text of all tokens holds a stop string; None: it does not.
 
-    decode: token ids to text, special tokens kept. before: the tokens before, whose text holds no
-    stop string. Looks at the end of the text, as far back as a stop string can begin, and at the whole text only where
-    one seems to be there.
+    decode: token ids to text, special tokens kept. before: the tokens before, whose text holds no stop string. Looks at
+    the end of the text, as far back as a stop string can begin, and at the whole text only where one seems to be there.
     """
     reach = max(map(len, stop)) + MARGIN
     known = _tail(decode, before, reach)
     for count in range(1, len(emitted) + 1):
-        if _holds(decode([*known, *emitted[:count]]), stop):
-            whole = decode([*before, *emitted[:count]])
-            if len(known) == len(before) or _holds(whole, stop):
-                return count
+        piece, whole = ([*some, *emitted[:count]] for some in (known, before))
+        if _holds(decode(piece), stop) and _holds(decode(whole), stop):
+            return count
     return None
 
 
