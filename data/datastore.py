@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from headstart.data.feature_shards import write_durably
+from headstart.atomic import write_bytes, write_text
 from headstart.data.rendering import ChatRenderer
 from headstart.data.reports import SkipReport
 from headstart.data.sources import read_all
@@ -132,7 +132,7 @@ def build_datastore(
         "tokens": len(tokens) - len(documents),
         "files": [Path(name).name for name in files],
     }
-    write_durably(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+    write_text(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     return reports
 
 
@@ -206,4 +206,4 @@ def _read_text(path: Path) -> str:
 def _write_array(path: Path, array: np.ndarray) -> None:
     buffer = io.BytesIO()
     np.save(buffer, array, allow_pickle=False)
-    write_durably(path, buffer.getvalue())
+    write_bytes(path, buffer.getvalue())

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headstart.atomic import write_text
 from headstart.bypass import unchanged
 from headstart.errors import HeadError, TargetError
 from headstart.target import Target, check_fingerprint
@@ -104,9 +105,7 @@ def save_skips(
         "target": target.fingerprint(),
         "search": dict(search or {}),
     }
-    fresh = folder / f".{FILE}"
-    fresh.write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
-    fresh.replace(folder / FILE)
+    write_text(folder / FILE, json.dumps(stored, indent=2) + "\n")
     return folder
 
 

@@ -25,6 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from headstart.atomic import write_text
 from headstart.decode.closed_form import (
     Number,
     best_length,
@@ -39,7 +40,6 @@ from headstart.decode.tree import Path as TreePath
 from headstart.errors import HeadstartError
 from headstart.eval.trained import find_head
 from headstart.eval.trees import TREES, read_trees
-from headstart.train.atomic_folder import write_text
 
 LENGTHS = 12
 """Draft lengths of the table and the page."""
