@@ -24,11 +24,12 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from headstart.data.feature_shards import write_durably
+from headstart.atomic import write_bytes, write_text
 from headstart.data.rendering import ChatRenderer
 from headstart.data.reports import SkipReport
+from headstart.data.sources import SUFFIXES as ROWS
 from headstart.data.sources import read_all
-from headstart.errors import DataError
+from headstart.errors import DataError, refuse_unwritable
 from headstart.fingerprint import PROBES
 from headstart.recipe import ChatSection, Source
 
@@ -100,13 +101,15 @@ def build_datastore(
     """Writes a datastore of these files and returns what became of their rows, by file.
 
     files: conversations as training reads them (.jsonl, .json, .parquet, a folder, a hub data set, `bundled:chats`),
-    rendered by the tokenizer's chat template; and .txt files, each one document. limit: rows of each source. The
-    manifest is written last: without it there is no datastore. Raises DataError where the folder holds something, a
-    file cannot be read, or no token is left.
+    rendered by the tokenizer's chat template; and .txt files, each one document, also those of a folder. limit: rows of
+    each source. The manifest is written last: without it there is no datastore. Raises DataError where the folder
+    holds something, a file cannot be read, or no token is left.
     """
     folder, reports = Path(folder), {}
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise DataError(f"{folder} holds something already; name a new folder for the datastore, or remove this one.")
+    # a place that cannot be written shows before the work
+    refuse_unwritable(next(place for place in (folder, *folder.absolute().parents) if place.exists()))
     separator = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
     dtype = np.uint16 if separator < 1 << 16 else np.uint32
     documents = [
@@ -132,15 +135,23 @@ def build_datastore(
         "tokens": len(tokens) - len(documents),
         "files": [Path(name).name for name in files],
     }
-    write_durably(folder / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+    write_text(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     return reports
+
+
+def check_datastore(folder: str | Path) -> Path:
+    """The folder; raises DataError where it holds no datastore. Whether it is whole shows when it is loaded."""
+    if not (Path(folder) / MANIFEST).is_file():
+        raise DataError(
+            f"There is no datastore in {folder}; build one: "
+            f"headstart data datastore FILE --target NAME --output {folder}"
+        )
+    return Path(folder)
 
 
 def load_datastore(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> Datastore:
     """Maps a datastore; raises DataError where there is none, where it is damaged, empty, or of another tokenizer."""
-    folder = Path(folder)
-    if not (folder / MANIFEST).is_file():
-        raise DataError(f"There is no datastore in {folder}; expected a folder that build_datastore has written.")
+    folder = check_datastore(folder)
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         found, key, separator = manifest["format"], manifest["tokenizer"], int(manifest["separator"])
@@ -181,11 +192,11 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
 def _documents(
     files: Sequence[str], renderer: ChatRenderer, reports: dict[str, SkipReport], limit: int | None
 ) -> Iterator[list[int]]:
-    for name in files:
-        if name.endswith(".txt"):
-            reports[name] = SkipReport(name, rows=1)
-            yield renderer.tokenizer(_read_text(Path(name)), add_special_tokens=False, verbose=False)["input_ids"]
-    sources = [Source(source=name, limit=limit) for name in files if not name.endswith(".txt")]
+    texts, others = _sort_out(files)
+    for path in texts:
+        reports[str(path)] = SkipReport(str(path), rows=1)
+        yield renderer.tokenizer(_read_text(path), add_special_tokens=False, verbose=False)["input_ids"]
+    sources = [Source(source=name, limit=limit) for name in others]
     for rendered in renderer.rows(read_all(sources, reports), UNCUT):
         if rendered.row is None:
             assert rendered.why is not None
@@ -194,16 +205,35 @@ def _documents(
             yield rendered.row.input_ids
 
 
+def _sort_out(files: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """(.txt files, those of folders among them; what holds conversations), every name once."""
+    texts: list[Path] = []
+    others = []
+    for name in dict.fromkeys(files):
+        path = Path(name).expanduser()
+        inside = sorted(path.iterdir()) if path.is_dir() else [path]
+        found = [file for file in inside if file.suffix.lower() == ".txt"]
+        holds_rows = any(file.name.endswith(ROWS) for file in inside)
+        if path.exists() and not found and not holds_rows:
+            raise DataError(f"{path} is of no known kind; expected a name ending in {', '.join(('.txt', *ROWS))}.")
+        texts += found
+        if holds_rows or not found:  # the ids of hub data sets too
+            others.append(name)
+    return texts, others
+
+
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise DataError(f"There is no file {path}; write the path of a text file.") from None
     except UnicodeDecodeError:
-        raise DataError(f"{path} is not UTF-8 text; convert it first.") from None
+        raise DataError(
+            f"{path} is not UTF-8 text; convert it first, for example with iconv -f ISO-8859-1 -t UTF-8."
+        ) from None
 
 
 def _write_array(path: Path, array: np.ndarray) -> None:
     buffer = io.BytesIO()
     np.save(buffer, array, allow_pickle=False)
-    write_durably(path, buffer.getvalue())
+    write_bytes(path, buffer.getvalue())

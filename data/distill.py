@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from headstart.atomic import write_text
 from headstart.data.formats import parse
 from headstart.data.messages import Conversation, Message, SkipRow
 from headstart.data.progress import Progress
@@ -265,4 +266,4 @@ def _check_settings(output: Path, settings: dict[str, Any]) -> None:
     if output.exists() and output.stat().st_size:
         raise DataError(f"{output} is there already, and {beside.name} isn't; name an output that isn't there yet.")
     output.parent.mkdir(parents=True, exist_ok=True)
-    beside.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    write_text(beside, json.dumps(settings, indent=2) + "\n")

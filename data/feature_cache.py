@@ -31,6 +31,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from headstart.atomic import write_bytes
 from headstart.data.feature_codec import FINAL, decode, encode, state_name, stored_names
 from headstart.data.feature_key import check_key
 from headstart.data.feature_shards import (
@@ -42,7 +43,6 @@ from headstart.data.feature_shards import (
     lock,
     on_disk,
     read_manifest,
-    write_durably,
 )
 from headstart.errors import DataError
 from headstart.loading import DTYPES
@@ -276,7 +276,7 @@ class FeatureWriter(FeatureCache):
             tokens=len(tensors["ids"]),
         )
         with on_disk(self.folder):
-            write_durably(self.folder / name, content)
+            write_bytes(self.folder / name, content)
         self._own.append(shard)
         self._write_manifest()
         self._open, self._open_bytes = {}, 0
@@ -311,7 +311,7 @@ class FeatureWriter(FeatureCache):
             {"format": FORMAT, "key": self.key, "shards": [asdict(shard) for shard in self._own]}, indent=1
         )
         with on_disk(self.folder):
-            write_durably(self._manifest, text.encode())
+            write_bytes(self._manifest, text.encode())
 
     def _clear_leftovers(self) -> None:
         """Removes what a killed writer of this number left: half a file, or a shard that no manifest names."""

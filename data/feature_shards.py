@@ -51,25 +51,6 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def write_durably(path: Path, content: bytes) -> None:
-    """The file whole or not at all: written under another name, flushed, renamed, and the folder flushed too."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 @contextmanager
 def on_disk(folder: Path) -> Iterator[None]:
     """Turns a full disk into one sentence."""

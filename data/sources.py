@@ -102,6 +102,14 @@ def display_name(source: Source) -> str:
     return ":".join(part for part in (source.source, source.subset, source.split) if part)
 
 
+def check_source(source: Source, *, answers: bool = True) -> None:
+    """Raises DataError where it names no file and no bundled set; no file is read, and no hub data set asked for."""
+    if source.source.startswith("bundled:"):
+        _bundled_rows(source, answers)
+    else:
+        local_files(source)
+
+
 def _records(source: Source, answers: bool) -> tuple[int | None, Iterator[tuple[str, Any]]]:
     """How many rows, if known, and (place, record) of each. A line that is no JSON comes as the SkipRow saying so."""
     name = display_name(source)

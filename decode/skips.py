@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headstart.atomic import write_text
 from headstart.bypass import unchanged
 from headstart.errors import HeadError, TargetError
 from headstart.target import Target, check_fingerprint
@@ -104,27 +105,34 @@ def save_skips(
         "target": target.fingerprint(),
         "search": dict(search or {}),
     }
-    fresh = folder / f".{FILE}"
-    fresh.write_text(json.dumps(stored, indent=2) + "\n", encoding="utf-8")
-    fresh.replace(folder / FILE)
+    write_text(folder / FILE, json.dumps(stored, indent=2) + "\n")
     return folder
 
 
 def load_skips(folder: str | Path, target: Target, allow_other_target: bool = False) -> tuple[Skips, int]:
     """(the blocks, drafts of a chain) in this folder. Raises HeadError, or TargetError for another target
     (`allow_other_target`: only warned of, if it has the same shape)."""
+    skips, length, made_for = read_skips(folder)
+    check_fingerprint(made_for, target, allow_other_target, made="the skipped blocks were found for")
+    check_skips(skips, target, str(Path(folder) / FILE))
+    return skips, length
+
+
+def read_skips(folder: str | Path) -> tuple[Skips, int, dict[str, Any]]:
+    """(the blocks, drafts of a chain, the target's fingerprint) as the folder has them. Raises HeadError."""
     path = Path(folder) / FILE
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         found, length = stored["format"], int(stored["length"])
         skips = Skips(*(tuple(map(int, stored["skips"][what])) for what in ("attention", "mlp")))
         made_for = dict(stored["target"])
-    except FileNotFoundError:
-        raise HeadError(f"{folder} holds no skipped blocks ({FILE} is missing); search for them first") from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise HeadError(
+            f"{folder} holds no skipped blocks ({FILE} is missing); search for them: "
+            f"headstart skips --target NAME --output {folder}"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise HeadError(f"{path} is no file of skipped blocks ({error!r}); search for them anew") from None
     if found != FORMAT:
         raise HeadError(f"{path} has format {found}, this version reads {FORMAT}; update headstart")
-    check_fingerprint(made_for, target, allow_other_target, made="the skipped blocks were found for")
-    check_skips(skips, target, str(path))
-    return skips, length
+    return skips, length, made_for

@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 
 from headstart.allocator import keep_freed_memory
+from headstart.atomic import write_text
 from headstart.data.packing import RowStore
 from headstart.data.prepare import prepare
 from headstart.data.progress import Progress
@@ -55,7 +56,6 @@ from headstart.heads.configs import Eagle3Config, MedusaConfig
 from headstart.heads.store import load_head
 from headstart.recipe import Recipe, load_recipe, override, quoted
 from headstart.target import Target
-from headstart.train.atomic_folder import write_text
 from headstart.train.forecasting import tree_depth
 from headstart.train.run_folder import environment
 
@@ -243,7 +243,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
-    path.write_text(whole + "\n" if whole else "", encoding="utf-8")
+    write_text(path, whole + "\n" if whole else "")
     return [json.loads(line) for line in whole.splitlines()]
 
 

@@ -1,8 +1,9 @@
 """From the names on the command line to drafters: `ngram`, `head@chain3:RUN`, `union:ngram+head:RUN`.
 
 A name is KIND, KIND@PLAN, KIND:PLACE or KIND@PLAN:PLACE. Plans: `chainN` (N drafts one after the other), for heads also
-`treeN` or `dynamicN` (N nodes with the root, as tuned), and `drawnN` (a chain of N tokens drawn from the head's own
-distribution, for temperatures above 0).
+`treeN` or `dynamicN` (N nodes with the root, as tuned), and for temperatures above 0 `drawnN` (a chain of N tokens
+drawn from the head's own distribution) or `sampledN` (a tree of the shape of `treeN` whose nodes are drawn). In a union
+all are taken by rank.
 
     none                    plain decoding
     ngram                   what followed the text's last words before; @tree16, @frequent8: see NgramDrafter
@@ -25,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headstart.data.datastore import load_datastore
+from headstart.data.datastore import check_datastore, load_datastore
 from headstart.decode.decode_copy import make_faster
 from headstart.decode.draft_length import AdaptiveLength, ConstantLength, HeuristicLength, LengthPolicy, StepCosts
 from headstart.decode.drafters.adaptive import AdaptiveDrafter
@@ -35,13 +36,14 @@ from headstart.decode.drafters.layer_skip import EarlyExitDrafter, skipping_draf
 from headstart.decode.drafters.lookahead import LookaheadDrafter
 from headstart.decode.drafters.model import ModelDrafter
 from headstart.decode.drafters.ngram import NgramDrafter
-from headstart.decode.drafters.plans import DynamicTree, Plan, SampledTree, StaticTree
+from headstart.decode.drafters.plans import DynamicTree, Plan, SampledChain, SampledTree, StaticTree
 from headstart.decode.drafters.quantised import QuantisedDrafter
 from headstart.decode.drafters.retrieval import RetrievalDrafter
 from headstart.decode.drafters.student import student_drafter
 from headstart.decode.drafters.union import UnionDrafter
 from headstart.decode.forecast import measure_depths
 from headstart.decode.skip_search import LONGEST
+from headstart.decode.skips import read_skips
 from headstart.decode.tree import Path as TreePath
 from headstart.errors import RecipeError
 from headstart.eval.timing import PLAIN
@@ -50,11 +52,13 @@ from headstart.eval.trees import TunedOn, check_number, choose_plan
 from headstart.heads.store import load_head
 from headstart.target import Target, load_target
 
-HEAD_PLANS = ("chain", "tree", "dynamic", "drawn")
+HEAD_PLANS = ("chain", "tree", "dynamic", "drawn", "sampled")
 CHAIN = 4
 """Drafts of a step where nothing says how many."""
 TREE, DEPTH = 16, 8
 """Nodes with the root, and levels, of a tree from what texts hold, where nothing says how many."""
+MOST = 256
+"""Tokens of a step that a name may ask for: no device gains from so many, and memory grows with them."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +131,9 @@ def plan_drafter(
     that means nothing."""
     described, _, place = name.partition(":")
     matched = re.fullmatch(r"([a-z-]+?)(?:@([a-z]+)(\d*))?", described)
-    known = _KINDS.get(matched[1]) if matched else None
+    known = KINDS.get(matched[1]) if matched else None
     if matched is None or known is None:
-        raise RecipeError(f"drafter {name!r} is not known; expected {PLAIN}, {', '.join(_KINDS)}")
+        raise RecipeError(f"drafter {name!r} is not known; expected {PLAIN}, {', '.join(KINDS)}")
     number = int(matched[3]) if matched[3] else None
     return known(_Name(name, matched[1], matched[2] or "", number, place, head, size, allow_other_target, rows, drawn))
 
@@ -141,6 +145,12 @@ def _check_plan(name: _Name, *plans: str) -> None:
         raise RecipeError(f"drafter {name.whole!r} has a plan that is not known; expected {known}")
     if name.number == 0:
         raise RecipeError(f"drafter {name.whole!r} drafts nothing; give 1 or more, or {PLAIN}")
+    _check_most(name, name.number or 0)
+
+
+def _check_most(name: _Name, tokens: int) -> None:
+    if tokens > MOST:
+        raise RecipeError(f"drafter {name.whole!r} asks for {tokens} tokens in a step; give numbers up to {MOST}")
 
 
 def _ngram(name: _Name) -> DrafterPlan:
@@ -165,6 +175,7 @@ def _retrieval(name: _Name) -> DrafterPlan:
         raise RecipeError(
             f"drafter {name.whole!r} needs texts; write retrieval:STORE, a folder of `headstart data datastore`"
         )
+    check_datastore(name.place)
     nodes = name.number or (TREE if name.size == "auto" else int(name.size))
 
     def make(target: Target) -> Drafter:
@@ -181,6 +192,7 @@ def _lookahead(name: _Name) -> DrafterPlan:
         raise RecipeError(f"drafter {name.whole!r} is not known; expected lookahead:W-N-G, such as lookahead:7-5-7")
     drafter = LookaheadDrafter(*map(int, numbers.groups())) if numbers else LookaheadDrafter()
     window, level, guesses = drafter.window, drafter.level, drafter.guesses
+    _check_most(name, max(drafter.num_nodes, window * (level - 1)))
     nodes = drafter.num_nodes if name.size == "auto" else int(name.size)
     return DrafterPlan(
         name.whole, lambda target: LookaheadDrafter(window, level, guesses), nodes, depth=min(level, nodes) - 1
@@ -189,7 +201,7 @@ def _lookahead(name: _Name) -> DrafterPlan:
 
 def _quantised(name: _Name) -> DrafterPlan:
     _check_plan(name, "chain")
-    bits = re.fullmatch(r"int(\d+)", name.place)
+    bits = re.fullmatch(r"int([48])", name.place)
     if bits is None:
         raise RecipeError(f"drafter {name.whole!r} needs to know how many bits; write quantised:int8 or quantised:int4")
     length = name.chain_length()
@@ -227,6 +239,7 @@ def _layer_skip(name: _Name) -> DrafterPlan:
     _check_plan(name, *(("chain",) if name.place else ("chain", "exit")))
     folder = Path(name.place)
     if name.place:
+        read_skips(folder)
         length = name.chain_length() if name.plan or name.size != "auto" else None
 
         def skipping(target: Target) -> Drafter:
@@ -253,6 +266,8 @@ def _head(name: _Name) -> DrafterPlan:
         check_number(folder, name.whole, name.plan, name.number)
     size = name.number or name.size
     plan, forecast, tuned_on = choose_plan(folder, name.plan or None, size, name.rows)
+    if not name.drawn and isinstance(plan, SampledChain | SampledTree):
+        plan = StaticTree(paths=plan.paths)
 
     def make(target: Target) -> Drafter:
         return head_drafter(load_head(folder, target, name.allow_other_target), target, plan)
@@ -296,7 +311,7 @@ _POLICIES: dict[str, Callable[[StepCosts], LengthPolicy]] = {
 }
 
 
-_KINDS: dict[str, Callable[[_Name], DrafterPlan]] = {
+KINDS: dict[str, Callable[[_Name], DrafterPlan]] = {
     "ngram": _ngram,
     "retrieval": _retrieval,
     "lookahead": _lookahead,
@@ -307,3 +322,4 @@ _KINDS: dict[str, Callable[[_Name], DrafterPlan]] = {
     "union": _union,
     "adaptive": _adaptive,
 }
+"""By the first word of a name, beside PLAIN."""

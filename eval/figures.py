@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from headstart.atomic import write_text
 from headstart.errors import refuse_unwritable
 
 
@@ -18,5 +19,5 @@ def refuse_output(output: str | None) -> None:
 def write_figures(report: dict[str, Any], output: str | None) -> None:
     """Writes the report and prints where it is; None: neither."""
     if output:
-        Path(output).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_text(Path(output), json.dumps(report, indent=1) + "\n")
         print(output)

@@ -1,6 +1,7 @@
 """`headstart generate`: one answer, streamed as it is drafted and verified, with the acceptance length behind it.
 
 headstart generate --head runs/quickstart "Explain tides to a child."
+headstart generate --target bundled:smollm2-135m --drafter ngram "Repeat after me: one, two, three."
 """
 
 from __future__ import annotations
@@ -10,20 +11,22 @@ import time
 from collections.abc import Iterator
 
 from headstart.decode.decode_copy import make_faster
-from headstart.decode.drafters.base import Request
+from headstart.decode.drafters.base import NoDraft, Request
 from headstart.decode.engine import Engine, Generation
 from headstart.decode.sampling import SamplingSettings
 from headstart.errors import DataError
 from headstart.eval.acceptance import count_steps
 from headstart.eval.drafters import plan_drafter
 from headstart.eval.tables import number
-from headstart.eval.trained import open_trained
+from headstart.eval.timing import PLAIN
+from headstart.eval.trained import find_named, load_named
 
 
 def run(
-    head: str,
+    head: str | None,
     prompt: str,
     *,
+    drafter: str | None = None,
     target: str | None = None,
     max_new_tokens: int = 256,
     temperature: float = 0.0,
@@ -32,12 +35,22 @@ def run(
     dtype: str | None = None,
     allow_other_target: bool = False,
 ) -> Generation:
-    """Prints the answer to `prompt` on standard output as it comes, and the figures on standard error."""
+    """Prints the answer to `prompt` on standard output as it comes, and the figures on standard error.
+
+    drafter: its name on the command line; by default the head's, or without a head plain decoding.
+    """
     settings = SamplingSettings(temperature=temperature, seed=seed)
-    trained = open_trained(head, target, device=device, dtype=dtype)
-    plan = plan_drafter("head", trained.head, trained.recipe.eval.tree, allow_other_target)
+    named = find_named(head, target)
+    drafter = drafter or ("head" if head else PLAIN)
+    plan = None
+    if drafter != PLAIN:
+        plan = plan_drafter(drafter, named.head, named.recipe.eval.tree, allow_other_target)
+    trained = load_named(named, device=device, dtype=dtype)
     make_faster(trained.target)
-    engine = Engine(trained.target, plan.make(trained.target), budget=plan.budget)
+    if plan is None:
+        engine = Engine(trained.target, NoDraft(), budget=1)
+    else:
+        engine = Engine(trained.target, plan.make(trained.target), budget=plan.budget)
     request = Request(
         prompt_ids=trained.renderer.prompt([{"role": "user", "content": prompt}]),
         max_new_tokens=max_new_tokens,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,17 @@ from headstart.decode.sampling import SamplingSettings
 from headstart.errors import DataError, refuse_unwritable
 from headstart.eval import identity
 from headstart.eval.drafters import DrafterPlan, plan_drafter
-from headstart.eval.prompts import Question, choose, load_questions
+from headstart.eval.prompts import Question, check_questions, choose, load_questions
 from headstart.eval.report import build_report, lead, line, write_report
 from headstart.eval.summary import summarise
 from headstart.eval.tables import Report, headline
 from headstart.eval.timing import PLAIN, Contender, Measurement, time_arms
-from headstart.eval.trained import Trained, open_trained
+from headstart.eval.trained import Named, Trained, find_named, load_named
 from headstart.target import Target
 from headstart.train.run_folder import environment
 
+LONGEST_NAME = 100
+"""Of a report's folder, where nobody named one."""
 TRANSFORMERS_QUESTIONS = 4
 """How many questions `transformers.generate` answers too."""
 
@@ -55,16 +58,19 @@ def run(
     if bench or split:
         source = json.dumps({"source": bench or "bundled:chats", "split": split or "train"}, ensure_ascii=False)
         overrides = [*overrides, f"eval.prompts=[{source}]"]
-    trained = open_trained(head, target, overrides=overrides, device=device, dtype=dtype)
+    # what was mistyped shows here, before the target is loaded, and a place that cannot be written before the work
+    named = find_named(head, target, overrides=overrides)
     names = list(dict.fromkeys(drafters or (["head"] if head else [PLAIN])))
-    drafted, size = [name for name in names if name != PLAIN], trained.recipe.eval.tree
+    drafted, size = [name for name in names if name != PLAIN], named.recipe.eval.tree
     plans = {
-        rows: [plan_drafter(name, trained.head, size, allow_other_target, rows) for name in drafted]
-        for rows in trained.recipe.eval.batch_size
+        rows: [plan_drafter(name, named.head, size, allow_other_target, rows) for name in drafted]
+        for rows in named.recipe.eval.batch_size
     }
-    folder = Path(output) if output else _default_folder(trained, names, bench)
-    folder.mkdir(parents=True, exist_ok=True)  # a place that cannot be written shows before the work, not after it
+    check_questions(named.recipe)
+    folder = Path(output) if output else _default_folder(named, names, bench)
+    folder.mkdir(parents=True, exist_ok=True)
     refuse_unwritable(folder)
+    trained = load_named(named, device=device, dtype=dtype)
     if 0 in trained.recipe.eval.temperature:
         for plan in next(iter(plans.values())):
             if isinstance(plan.plan, SampledChain | SampledTree):
@@ -258,9 +264,12 @@ def _without_path(name: str) -> str:
     )
 
 
-def _default_folder(trained: Trained, names: Sequence[str], bench: str | None) -> Path:
+def _default_folder(named: Named, names: Sequence[str], bench: str | None) -> Path:
     """The run's folder; a folder in it for other prompts; without a run, a folder of its own under runs/."""
-    if trained.run is not None:
-        return trained.run / f"bench-{Path(bench).stem}" if bench else trained.run
-    words = [Path(trained.target.name).name, *names, *([Path(bench).stem] if bench else [])]
-    return Path("runs") / re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(words))
+    if named.run is not None:
+        return named.run / f"bench-{Path(bench).stem}" if bench else named.run
+    words = [Path(named.recipe.target.name).name, *names, *([Path(bench).stem] if bench else [])]
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(words))
+    if len(name) > LONGEST_NAME:  # of many drafters; told apart by all of them
+        name = f"{name[: LONGEST_NAME - 9]}-{sha256(name.encode()).hexdigest()[:8]}"
+    return Path("runs") / name

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from headstart.data.formats import Conversation, Message
 from headstart.data.prepare import prepare
 from headstart.data.rendering import ChatRenderer, Row
-from headstart.data.sources import SkipReport, display_name, read
+from headstart.data.sources import SkipReport, check_source, display_name, read
 from headstart.errors import DataError
 from headstart.recipe import Recipe, Source
 
@@ -59,6 +59,12 @@ class Question:
             if turn < len(answers):
                 messages.append({"role": "assistant", "content": answers[turn]})
         return renderer.prompt(messages)
+
+
+def check_questions(recipe: Recipe) -> None:
+    """Raises DataError where a source of the questions is no file and no bundled set; the hub is not asked."""
+    for source in recipe.eval.prompts or recipe.data.held_out.sources:
+        check_source(source, answers=False)
 
 
 def load_questions(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Question]:

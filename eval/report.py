@@ -16,10 +16,10 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from headstart.atomic import write_text
 from headstart.eval.charts import columns, dots, horizontal_bars, stacked_bars
 from headstart.eval.gates import gates, withhold
 from headstart.eval.tables import Report, Table, headline, number, tables
-from headstart.train.atomic_folder import write_text
 
 HEADLINE = (
     "plain_tokens_per_second",

@@ -19,7 +19,8 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
-from itertools import product
+from itertools import accumulate, product
+from operator import mul
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -27,6 +28,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from headstart.atomic import write_text
 from headstart.decode.closed_form import (
     Number,
     best_length,
@@ -41,10 +43,11 @@ from headstart.decode.tree import Path as TreePath
 from headstart.errors import HeadstartError
 from headstart.eval.trained import find_head
 from headstart.eval.trees import TREES, read_trees
-from headstart.train.atomic_folder import write_text
 
 LENGTHS = 12
 """Draft lengths of the table and the page."""
+MOST_NODES = 100_000
+"""Of a tree that is computed node by node."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +66,7 @@ class Costs:
 
 def paper_costs(cost: Number) -> Costs:
     """Leviathan's: every draft costs `cost`, verifying costs one plain step however many tokens it is."""
-    if not cost >= 0:
+    if not 0 <= cost < float("inf"):
         raise HeadstartError(f"--cost is {cost:g}, expected a number from 0 on")
     return Costs(chain=lambda k: 1 + k * cost, draft=cost, longest=64, source=f"a draft costs {cost:g} plain steps")
 
@@ -213,9 +216,12 @@ def _tree(rates: Sequence[Number], children: Sequence[int]) -> dict[str, Any]:
     """A full tree; a node's r-th child is right at its depth's rate where all children before it were wrong."""
     if len(children) > len(rates):
         raise HeadstartError(f"--tree has {len(children)} levels, and rates are given for {len(rates)}; give as many")
+    nodes = 1 + sum(accumulate(children, mul))
+    if nodes > MOST_NODES:
+        raise HeadstartError(f"--tree has {nodes} nodes, expected {MOST_NODES} at most; give fewer children or levels")
     paths = tree_paths(children)
     tokens = expected_tokens_of_tree(paths, lambda path: rates[len(path) - 1] * (1 - rates[len(path) - 1]) ** path[-1])
-    return {"children": list(children), "nodes": len(paths) + 1, "tokens": tokens}
+    return {"children": list(children), "nodes": nodes, "tokens": tokens}
 
 
 def show(figures: dict[str, Any], console: Console) -> None:

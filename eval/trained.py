@@ -20,13 +20,11 @@ DEFAULT_RECIPE = "quickstart.yaml"
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A target ready to decode, and what is known of the head that drafts for it."""
+class Named:
+    """What `--head` and `--target` stand for, found on the disk; no model is loaded yet."""
 
     recipe: Recipe
     """The run's own, with what the command line changed."""
-    target: Target
-    renderer: ChatRenderer
     run: Path | None
     """The run's folder; None without a head, or where the head's folder alone was given."""
     head: Path | None
@@ -35,17 +33,16 @@ class Trained:
     """What a reader of the report should know: template arguments that differ from those of training."""
 
 
-def open_trained(
-    head: str | Path | None = None,
-    target: str | None = None,
-    *,
-    overrides: Sequence[str] = (),
-    device: str | None = None,
-    dtype: str | None = None,
-) -> Trained:
-    """Loads the target of a run (or the one named), after the self-check; the head itself is not loaded yet.
+@dataclass(frozen=True)
+class Trained(Named):
+    """A target ready to decode, and what is known of the head that drafts for it."""
 
-    head: a run folder, or the folder of a head alone. target: replaces the one that the head was trained for; the
+    target: Target
+    renderer: ChatRenderer
+
+
+def find_named(head: str | Path | None = None, target: str | None = None, *, overrides: Sequence[str] = ()) -> Named:
+    """head: a run folder, or the folder of a head alone. target: replaces the one that the head was trained for; the
     head's fingerprint is compared when it is loaded. Raises HeadstartError for what cannot be used.
     """
     run = folder = None
@@ -65,12 +62,29 @@ def open_trained(
     if name is not None:
         changes = [f"target.name={quoted(name)}", "target.architecture=null", *changes]
     recipe = load_recipe(source, changes)
-    loaded, _ = load_recipe_target(recipe, device=device, dtype=dtype)
+    return Named(recipe, run, folder, _template_notes(recipe, description))
+
+
+def load_named(named: Named, *, device: str | None = None, dtype: str | None = None) -> Trained:
+    """Loads the target, after the self-check; the head itself is not loaded yet."""
+    loaded, _ = load_recipe_target(named.recipe, device=device, dtype=dtype)
     check_target(loaded)
-    notes = _template_notes(recipe, description)
-    for note in notes:
+    for note in named.notes:
         warn(note)
-    return Trained(recipe, loaded, ChatRenderer(loaded.tokenizer, recipe.data.chat), run, folder, notes)
+    renderer = ChatRenderer(loaded.tokenizer, named.recipe.data.chat)
+    return Trained(named.recipe, named.run, named.head, named.notes, target=loaded, renderer=renderer)
+
+
+def open_trained(
+    head: str | Path | None = None,
+    target: str | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    device: str | None = None,
+    dtype: str | None = None,
+) -> Trained:
+    """`find_named` and `load_named`, where nothing is to be checked between them."""
+    return load_named(find_named(head, target, overrides=overrides), device=device, dtype=dtype)
 
 
 def find_head(path: Path) -> tuple[Path | None, Path]:

@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headstart.decode.drafters.plans import DynamicTree, Plan, SampledChain, StaticTree, chain_paths
+from headstart.decode.drafters.plans import DynamicTree, Plan, SampledChain, SampledTree, StaticTree, chain_paths
 from headstart.decode.tree import Path as TreePath
 from headstart.errors import HeadError, RecipeError
 from headstart.heads.configs import HEADS, UnrolledConfig
@@ -35,14 +35,14 @@ def check_number(folder: Path, name: str, shape: str, number: int) -> None:
     if number < least:
         what = "drafts" if least == 1 else "nodes, the root among them"
         raise RecipeError(f"drafter {name!r} drafts nothing: {number} {what}; give {least} or more, or none")
-    if shape not in ("tree", "dynamic"):
+    if shape in ("chain", "drawn"):
         return
     stored = read_trees(folder)
     try:
-        sizes = sorted(map(int, (stored if shape == "tree" else stored.get("dynamic", {})).get("choices", {})))
+        sizes = sorted(map(int, (stored.get("dynamic", {}) if shape == "dynamic" else stored).get("choices", {})))
     except (ValueError, TypeError, AttributeError) as error:
         raise _no_file_of_trees(folder, error) from None
-    if shape == "tree" and not sizes:
+    if shape != "dynamic" and not sizes:
         raise HeadError(f"drafter {name!r}: no trees were tuned for {folder}; `headstart tune` makes them")
     if sizes and number not in sizes:
         raise HeadError(f"drafter {name!r}: trees were tuned for {', '.join(map(str, sizes))} nodes; take one of these")
@@ -54,7 +54,8 @@ def choose_plan(
     """The plan of this shape (None: what tuning found best), its forecast, and what it was tuned on.
 
     size: drafts of a `chain` or `drawn` one, else nodes of the tree, root included; "auto": the best size, and for
-    chains as deep as the head was trained.
+    chains as deep as the head was trained. A `sampled` tree has the shape of the static one, and no forecast: its nodes
+    are drawn, and tuning looked at ranks.
     """
     if shape in ("chain", "drawn"):
         length = trained_depth(folder) if size == "auto" else int(size)
@@ -64,6 +65,8 @@ def choose_plan(
     if shape == "dynamic":
         return choose_dynamic(folder, size, rows)
     paths, forecast, tuned_on = choose_tree(folder, size, rows)
+    if shape == "sampled":
+        return SampledTree.shaped(paths), {}, tuned_on
     return StaticTree(paths=paths), forecast, tuned_on
 
 

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -24,6 +22,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from headstart.atomic import write_text
 from headstart.data.packing import spread
 from headstart.data.prepare import prepare
 from headstart.decode.cost import (
@@ -100,7 +99,7 @@ def run(
         by_rows[rows] = as_json(forecasts, dynamic, costs, draft_costs, len(answers))
     first, *others = by_rows
     trees = by_rows[first] | ({"by_rows": {str(rows): by_rows[rows] for rows in others}} if others else {})
-    _write(trained.head / TREES, trees)
+    write_text(trained.head / TREES, json.dumps(trees, indent=1) + "\n")
     print(trained.head / TREES)
     return trees
 
@@ -218,9 +217,3 @@ def show(
     console.print(table)
     if best == 1 and not on_top:
         console.print("plain decoding is the fastest here: these drafts cost more than they bring")
-
-
-def _write(path: Path, trees: dict[str, Any]) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(trees, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)

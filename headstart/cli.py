@@ -145,8 +145,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     verb = _verb(verbs, "generate", _generate, "answer a prompt, streaming, and print the acceptance length")
     verb.add_argument("prompt", help="what to answer")
-    verb.add_argument("--head", required=True, metavar="RUN", help="run folder, or the folder of a head")
+    verb.add_argument("--head", metavar="RUN", help="run folder, or the folder of a head")
     verb.add_argument("--target", metavar="NAME", help="hub id, folder or bundled:NAME; default: what the head was for")
+    verb.add_argument("--drafter", metavar="A", help="ngram, model:ID, ..: docs/drafters.md; default: head, or none")
     verb.add_argument("--max-new-tokens", type=_positive, default=256, metavar="N", help="longest answer (%(default)s)")
     verb.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     verb.add_argument("--seed", type=int, default=0, metavar="N", help="what sampling follows from (%(default)s)")
@@ -269,8 +270,8 @@ def _data_datastore(arguments: argparse.Namespace) -> None:
 
     tokenizer = load_tokenizer(arguments.target)
     reports = build_datastore(arguments.output, arguments.files, tokenizer, limit=arguments.limit)
-    for file, report in reports.items():
-        print(f"{file}: {report.summary()}")
+    for report in reports.values():
+        print(report.summary())
     print(arguments.output)
 
 
@@ -310,7 +311,7 @@ def _eval(arguments: argparse.Namespace) -> None:
     measure.run(
         head=arguments.head,
         target=arguments.target,
-        drafters=arguments.drafters.split(",") if arguments.drafters else None,
+        drafters=[name.strip() for name in arguments.drafters.split(",")] if arguments.drafters else None,
         bench=arguments.bench,
         split=arguments.split,
         overrides=arguments.set,
@@ -337,11 +338,16 @@ def _theory(arguments: argparse.Namespace) -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> None:
+    if not arguments.head and not arguments.target:
+        raise RecipeError(
+            "`headstart generate` needs a head or a target; add --head RUN, or --target NAME --drafter ngram."
+        )
     from headstart.eval import generate
 
     generate.run(
         arguments.head,
         arguments.prompt,
+        drafter=arguments.drafter,
         target=arguments.target,
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from headstart.atomic import write_text
 
 BEGIN, END = "<!-- table: written by scripts/record_benchmark.py -->", "<!-- end of table -->"
 
@@ -28,10 +29,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     entries = json.loads(store.read_text(encoding="utf-8")) if store.is_file() else {}
     report = json.loads(options.report.read_text(encoding="utf-8"))
     entries[options.name] = entry(report, options.note)
-    _write(store, json.dumps(entries, indent=1) + "\n")
+    write_text(store, json.dumps(entries, indent=1) + "\n")
     page = options.docs / "benchmarks.md"
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _write(page, f"{before}{BEGIN}\n{table(entries)}{END}{rest.partition(END)[2]}")
+    write_text(page, f"{before}{BEGIN}\n{table(entries)}{END}{rest.partition(END)[2]}")
     return 0
 
 
@@ -70,12 +71,6 @@ def _two(value: float | None) -> str:
 def _interval(one: dict[str, Any], key: str) -> str:
     interval = one[f"{key}_interval"]
     return _two(one[key]) + ("" if interval is None else f" [{_two(interval[0])}, {_two(interval[1])}]")
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
 
 
 if __name__ == "__main__":

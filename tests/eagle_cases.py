@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from head_cases import collate, forward, row, tiny, vocab_of
@@ -16,6 +17,7 @@ from head_cases import collate, forward, row, tiny, vocab_of
 from headstart.data.packing import TokenBatch
 from headstart.decode.drafters.base import NoDraft, Request
 from headstart.decode.engine import Engine, Generation
+from headstart.heads.base import Head
 from headstart.heads.configs import Eagle3Config, EagleConfig
 from headstart.heads.store import build_head
 from headstart.heads.unrolled import UnrolledHead
@@ -62,7 +64,7 @@ def config_of(kind: str, **settings):
 
 
 @torch.no_grad()
-def features_of(head: UnrolledHead, target: Target, batch: TokenBatch) -> Features:
+def features_of(head: Head, target: Target, batch: TokenBatch) -> Features:
     return target.forward(batch.input_ids, batch.position_ids, target.masks(*batch.attention()), layers=head.wants)
 
 
@@ -72,24 +74,35 @@ def text_batch(ids: Sequence[int]) -> TokenBatch:
     return batch
 
 
-@functools.lru_cache
-def learnt(kind: str, family: str = "llama", *, small: bool = False, rounds: int = 8, **settings) -> UnrolledHead:
-    """In float64. small: a draft vocabulary of 40 ids, each of which occurs once in the answers."""
-    target, rows = target_of(family), []
+def answers_batch(family: str) -> TokenBatch:
+    """The target's own answers, each behind its prompt."""
+    rows = []
     for request, answer in zip(requests(), plain(family), strict=True):
         each = row(len(request.prompt_ids) + len(answer), range(len(request.prompt_ids), 99))
         each.input_ids[:] = [*request.prompt_ids, *answer]
         rows.append(each)
-    batch = collate(rows, [[number] for number in range(len(rows))])
+    return collate(rows, [[number] for number in range(len(rows))])
+
+
+def learn_by_heart(head: Any, family: str = "llama", rounds: int = 8) -> Any:
+    """Trains any head a little on the target's answers."""
+    target, batch = target_of(family), answers_batch(family)
+    states = features_of(head, target, batch)
+    optimizer = torch.optim.Adam(head.parameters(), lr=1e-2)
+    for _ in range(rounds):
+        optimizer.zero_grad()
+        forward(head, target, batch, states).loss_sum.backward()
+        optimizer.step()
+    return head.eval()
+
+
+@functools.lru_cache
+def learnt(kind: str, family: str = "llama", *, small: bool = False, rounds: int = 8, **settings) -> UnrolledHead:
+    """In float64. small: a draft vocabulary of 40 ids, each of which occurs once in the answers."""
+    target, batch = target_of(family), answers_batch(family)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        head = build_head(config_of(kind, **settings), target).double()
-        states = features_of(head, target, batch)
-        optimizer = torch.optim.Adam(head.parameters(), lr=1e-2)
-        for _ in range(rounds):
-            optimizer.zero_grad()
-            forward(head, target, batch, states).loss_sum.backward()
-            optimizer.step()
+        head = learn_by_heart(build_head(config_of(kind, **settings), target).double(), family, rounds)
         if small:
             once = (torch.bincount(batch.input_ids[batch.supervised]) == 1).nonzero().flatten()[:40]
             narrow = build_head(

@@ -306,7 +306,7 @@ def test_a_damaged_manifest_is_named(tmp_path):
 def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(tmp_path, monkeypatch):
     rows = cases.random_rows(20)
     straight = fill(tmp_path / "straight", rows)
-    write, written = feature_shards.write_durably, []
+    write, written = feature_cache.write_bytes, []
 
     def until_full(path: Path, content: bytes) -> None:
         written.append(path)
@@ -315,7 +315,7 @@ def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(tmp_path, monk
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         write(path, content)
 
-    monkeypatch.setattr(feature_cache, "write_durably", until_full)
+    monkeypatch.setattr(feature_cache, "write_bytes", until_full)
     with pytest.raises(DataError, match="The disk of .*cache is full; .*Make room there, and the same command goes on"):
         fill(tmp_path / "cache", rows)
     monkeypatch.undo()

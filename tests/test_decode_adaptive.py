@@ -14,7 +14,7 @@ import stubs
 import torch
 from stubs import TREES
 from test_decode_model import decode, draft_model, plain, target
-from test_decode_sampling import FAMILY_LEVEL, SETTINGS, SMOKE_DRAWS, g_test, joint, sample, small_target
+from test_decode_sampling import DRAWS, SETTINGS, SMOKE_DRAWS, assert_distribution, small_target
 
 from headstart.decode.cost import CostCurve, RankedAnswer, accepted_at
 from headstart.decode.draft_length import (
@@ -343,17 +343,14 @@ def test_a_seed_has_one_text_in_every_batch(policy):
 @pytest.mark.parametrize("policy", ["adaptive", "wandering"])
 def test_a_sample_has_the_targets_joint_distribution(policy):
     first = (901 + POLICIES.index(policy)) * 1_000_000
-    found = sample(drawing(policy), "warm", SMOKE_DRAWS, first)
-    assert g_test(found.counts, joint("warm")) > FAMILY_LEVEL / 2
-    assert 0 < found.accepted < 3 * SMOKE_DRAWS
+    assert_distribution(drawing(policy), "warm", SMOKE_DRAWS, first, tests=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", ["cool", "top-k"])
 def test_three_tokens_have_the_targets_joint_distribution(setting):
     first = (911 + list(SETTINGS).index(setting)) * 1_000_000
-    found = sample(drawing("wandering"), setting, 200_000, first)
-    assert g_test(found.counts, joint(setting)) > FAMILY_LEVEL / len(SETTINGS)
+    assert_distribution(drawing("wandering"), setting, DRAWS, first, tests=len(SETTINGS))
 
 
 def test_nothing_is_asked_of_a_drafter_that_is_not_to_draft():

@@ -26,7 +26,7 @@ from test_decode_exact import (
     tokens_of,
     with_ends,
 )
-from test_decode_sampling import DRAWS, FAMILY_LEVEL, SETTINGS, SMOKE_DRAWS, g_test, joint, sample
+from test_decode_sampling import DRAWS, SETTINGS, SMOKE_DRAWS, assert_distribution, seeds_from
 
 from headstart.decode import engine as engine_module
 from headstart.decode.attention import tree_mask
@@ -412,21 +412,23 @@ def test_a_key_left_in_the_cache_and_drafts_that_see_queries_are_noticed(monkeyp
 SMALL = {"window": 3, "level": 3, "guesses": 3, "from_text": True}
 
 
-def assert_distribution(setting: str, draws: int) -> None:
-    found = sample(LookaheadDrafter(**SMALL), setting, draws, 900_000_000 + 1_000_000 * list(SETTINGS).index(setting))
-    p = g_test(found.counts, joint(setting))
-    assert p > FAMILY_LEVEL / len(SETTINGS), (setting, p)
-    assert found.accepted / found.steps > 0.02
+seed_of = seeds_from(801, ["lookahead"])
+
+
+def assert_sampled(setting: str, draws: int) -> None:
+    seed = seed_of("lookahead", setting)
+    drafter = LookaheadDrafter(**SMALL)
+    assert_distribution(drafter, setting, draws, seed, tests=len(SETTINGS), accepted=(0.02, 2))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", ["warm", "top-p"])
 def test_three_tokens_have_the_targets_joint_distribution(setting):
-    assert_distribution(setting, DRAWS)
+    assert_sampled(setting, DRAWS)
 
 
 def test_a_smaller_sample_has_the_targets_joint_distribution():
-    assert_distribution("top-p", SMOKE_DRAWS)
+    assert_sampled("top-p", SMOKE_DRAWS)
 
 
 # -- the parts ---------------------------------------------------------------------------------------------------------

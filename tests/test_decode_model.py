@@ -12,15 +12,14 @@ import stubs
 import tiny
 import torch
 from test_decode_sampling import (
-    FAMILY_LEVEL,
+    DRAWS,
     NEW_TOKENS,
     PROMPT,
     SETTINGS,
     SMOKE_DRAWS,
+    assert_distribution,
     conditionals,
-    g_test,
-    joint,
-    sample,
+    seeds_from,
     small_model,
     small_target,
 )
@@ -122,22 +121,24 @@ def draft_model(seed: int, scale: float) -> Target:
 MODELS = {"near": (0, 0.05), "far": (1, 1.0)}
 
 
-def assert_distribution(name: str, setting: str, draws: int) -> None:
-    first = (301 + list(MODELS).index(name) * len(SETTINGS) + list(SETTINGS).index(setting)) * 1_000_000
-    found = sample(ModelDrafter(draft_model(*MODELS[name]), small_target(), 3), setting, draws, first)
-    assert g_test(found.counts, joint(setting)) > FAMILY_LEVEL / (len(MODELS) * len(SETTINGS)), (name, setting)
+seed_of = seeds_from(301, MODELS)
+
+
+def assert_sampled(name: str, setting: str, draws: int) -> None:
+    drafter = ModelDrafter(draft_model(*MODELS[name]), small_target(), 3)
+    assert_distribution(drafter, setting, draws, seed_of(name, setting), tests=len(MODELS) * len(SETTINGS))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", MODELS)
 def test_three_tokens_have_the_targets_joint_distribution(name, setting):
-    assert_distribution(name, setting, 200_000)
+    assert_sampled(name, setting, DRAWS)
 
 
 @pytest.mark.parametrize(("name", "setting"), [("near", "top-p"), ("far", "warm"), ("far", "min-p")])
 def test_a_smaller_sample_has_the_targets_joint_distribution(name, setting):
-    assert_distribution(name, setting, SMOKE_DRAWS)
+    assert_sampled(name, setting, SMOKE_DRAWS)
 
 
 def test_the_first_draft_is_accepted_as_often_as_the_distributions_overlap():

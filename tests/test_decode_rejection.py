@@ -14,16 +14,17 @@ import torch
 from scipy import stats
 from test_decode_sampling import (
     DRAWS,
-    FAMILY_LEVEL,
     FAULT_DRAWS,
     FAULT_LEVEL,
     SETTINGS,
     SMOKE_DRAWS,
     VOCAB,
+    assert_distribution,
     g_test,
     joint,
     sample,
     seeded_requests,
+    seeds_from,
     small_target,
 )
 
@@ -163,28 +164,22 @@ def drafter_of(name: str, **changes) -> EagleDrafter:
     return EagleDrafter(head_of(name), small_target(), SampledChain(**DRAWN[name] | changes))
 
 
-def seed_of(name: str, setting: str) -> int:
-    return (101 + list(DRAWN).index(name) * len(SETTINGS) + list(SETTINGS).index(setting)) * 1_000_000
-
-
-def assert_distribution(name: str, setting: str, draws: int) -> None:
-    found = sample(drafter_of(name), setting, draws, seed_of(name, setting))
-    assert g_test(found.counts, joint(setting)) > FAMILY_LEVEL / (len(DRAWN) * len(SETTINGS)), (name, setting)
-    assert 0.05 < found.accepted / found.steps < 2
+seed_of = seeds_from(101, DRAWN)
+TESTS = len(DRAWN) * len(SETTINGS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("name", DRAWN)
 def test_three_tokens_have_the_targets_joint_distribution(name, setting):
-    assert_distribution(name, setting, DRAWS)
+    assert_distribution(drafter_of(name), setting, DRAWS, seed_of(name, setting), tests=TESTS)
 
 
 @pytest.mark.parametrize(
     ("name", "setting"), [("own", "warm"), ("own", "top-p"), ("narrow", "cool"), ("stopping", "top-k")]
 )
 def test_a_smaller_sample_has_the_targets_joint_distribution(name, setting):
-    assert_distribution(name, setting, SMOKE_DRAWS)
+    assert_distribution(drafter_of(name), setting, SMOKE_DRAWS, seed_of(name, setting), tests=TESTS)
 
 
 # -- planted faults ----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -176,6 +177,32 @@ def test_files_become_a_datastore_of_their_tokens(tmp_path):
     assert sorted(followers) == sorted([[tiny.TURN_END, ord("\n")], [ord(" "), ord("f")], [ord("s"), ord(" ")]])
     manifest = (tmp_path / "store" / MANIFEST).read_text()
     assert str(tmp_path) not in manifest and json.loads(manifest)["documents"] == 3
+
+
+def test_folders_give_their_texts_and_their_conversations(tmp_path):
+    mixed = tmp_path / "mixed"
+    mixed.mkdir()
+    write_files(mixed)
+    (mixed / "NOTES.TXT").write_text("two threes")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/one.txt").write_text("año 🙂 " * 3)
+    files = [str(mixed), str(tmp_path / "texts"), str(mixed)]
+    reports = build_datastore(tmp_path / "store", files, tiny.tokenizer())
+    assert sorted((Path(name).name, one.kept) for name, one in reports.items()) == [
+        ("NOTES.TXT", 1),
+        ("chats.jsonl", 2),
+        ("manual.txt", 1),
+        ("one.txt", 1),
+    ]
+    (tmp_path / "folder.txt").mkdir()
+    (tmp_path / "notes.md").write_text("# two")
+    (tmp_path / "latin.txt").write_bytes("año".encode("latin-1"))
+    for name, told in [("folder.txt", "expected a name ending in .txt, .jsonl"), ("latin.txt", "not UTF-8.*iconv")]:
+        with pytest.raises(DataError, match=told):
+            build_datastore(tmp_path / "other", [str(tmp_path / name)], tiny.tokenizer())
+    with pytest.raises(DataError, match="notes.md is of no known kind"):
+        build_datastore(tmp_path / "other", [str(tmp_path / "notes.md")], tiny.tokenizer())
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_store_of_another_tokenizer_or_of_nothing_is_refused(tmp_path):

@@ -16,15 +16,16 @@ import torch
 from test_decode_rejection import head_of, the_drafts_numbers_again
 from test_decode_sampling import (
     DRAWS,
-    FAMILY_LEVEL,
     FAULT_LEVEL,
     PROMPT,
     SETTINGS,
     SMOKE_DRAWS,
+    assert_distribution,
     g_test,
     joint,
     sample,
     seeded_requests,
+    seeds_from,
     small_model,
     small_target,
 )
@@ -66,27 +67,21 @@ def drafter_of(name: str):
     return head_drafter(medusa_head() if head == "medusa" else head_of(head), small_target(), plan)
 
 
-def seed_of(name: str, setting: str) -> int:
-    return (201 + list(DRAWN).index(name) * len(SETTINGS) + list(SETTINGS).index(setting)) * 1_000_000
-
-
-def assert_distribution(name: str, setting: str, draws: int) -> None:
-    found = sample(drafter_of(name), setting, draws, seed_of(name, setting))
-    assert g_test(found.counts, joint(setting)) > FAMILY_LEVEL / (len(DRAWN) * len(SETTINGS)), (name, setting)
-    assert 0.05 < found.accepted / found.steps < 2
+seed_of = seeds_from(201, DRAWN)
+TESTS = len(DRAWN) * len(SETTINGS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "setting"), zip(DRAWN, SETTINGS, strict=True))
 def test_three_tokens_have_the_targets_joint_distribution(name, setting):
-    assert_distribution(name, setting, DRAWS)
+    assert_distribution(drafter_of(name), setting, DRAWS, seed_of(name, setting), tests=TESTS)
 
 
 @pytest.mark.parametrize(
     ("name", "setting"), [("eagle", "top-p"), ("narrow", "warm"), ("stopping", "cool"), ("medusa", "top-k")]
 )
 def test_a_smaller_sample_has_the_targets_joint_distribution(name, setting):
-    assert_distribution(name, setting, SMOKE_DRAWS)
+    assert_distribution(drafter_of(name), setting, SMOKE_DRAWS, seed_of(name, setting), tests=TESTS)
 
 
 def test_siblings_are_worth_more_than_a_chain():
@@ -225,5 +220,8 @@ def test_plans_that_cannot_be_drawn_are_refused_in_a_sentence():
     with pytest.raises(HeadstartError, match="without stop_below"):
         head_drafter(medusa_head(), small_target(), SampledTree(paths=FULL, stop_below=0.5))
     assert SampledTree(paths=FULL).num_nodes == 7
+    # the shape of a tuned tree, whose ranks may have gaps
+    assert SampledTree.shaped([(1,), (3,), (3, 2), (1, 0), (3, 0)]).paths == [(0,), (1,), (1, 1), (0, 0), (1, 0)]
+    assert SampledTree.shaped(TREE).paths == TREE and SampledTree.shaped([]).paths == []
     chain, tree = SampledChain(length=3), SampledTree(paths=stubs.chain(3))
     assert chain.paths == list(tree.paths) and chain.num_nodes == tree.num_nodes

@@ -13,7 +13,7 @@ import gc
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -219,8 +219,8 @@ class Sample:
     accepted: int
 
 
-def sample(drafter: Drafter, setting: str, draws: int, first_seed: int) -> Sample:
-    """`draws` answers of three tokens, each with a seed of its own."""
+def sample(drafter: Drafter, setting: str, draws: int, first_seed: int, target: Target | None = None) -> Sample:
+    """`draws` answers of three tokens, each with a seed of its own. target: another one than `small_target`."""
     requests = (
         Request(
             prompt_ids=PROMPT,
@@ -229,7 +229,7 @@ def sample(drafter: Drafter, setting: str, draws: int, first_seed: int) -> Sampl
         )
         for seed in range(first_seed, first_seed + draws)
     )
-    engine = Engine(small_target(), drafter, batch_size=4096, budget=8)
+    engine = Engine(target or small_target(), drafter, batch_size=4096, budget=8)
     cells, steps, accepted = [], 0, 0
     with no_garbage_collection():
         for generation in engine.generate(requests):
@@ -241,9 +241,14 @@ def sample(drafter: Drafter, setting: str, draws: int, first_seed: int) -> Sampl
     return Sample(np.bincount(cells, minlength=VOCAB**NEW_TOKENS), steps, accepted)
 
 
-def seed_of(drafter: str, setting: str) -> int:
-    """Where a cell's seeds start: no two cells share any, for with shared seeds they would share their answers."""
-    return (1 + list(DRAFTERS).index(drafter) * len(SETTINGS) + list(SETTINGS).index(setting)) * 1_000_000
+def seeds_from(first: int, names: Iterable[str]) -> Callable[[str, str], int]:
+    """Where the seeds of every name and setting start, from so many millions on: no two cells share any, for with
+    shared seeds they would share their answers."""
+    cells = [(name, setting) for name in names for setting in SETTINGS]
+    return lambda name, setting: (first + cells.index((name, setting))) * 1_000_000
+
+
+seed_of = seeds_from(1, DRAFTERS)
 
 
 def test_the_settings_do_remove_mass():
@@ -258,20 +263,42 @@ def test_the_settings_do_remove_mass():
     assert np.abs(joint("cool") - shares).sum() > 0.1
 
 
-def assert_distribution(drafter: str, setting: str, draws: int) -> None:
-    found = sample(DRAFTERS[drafter](), setting, draws, seed_of(drafter, setting))
-    p = g_test(found.counts, joint(setting))
-    # Holm rejects something if and only if the smallest of all p-values is below level / number of tests.
-    assert p > FAMILY_LEVEL / (len(DRAFTERS) * len(SETTINGS)), (drafter, setting, p)
-    share = found.accepted / found.steps
-    assert (share == 0) if drafter == "none" else (share > {"anti-oracle": -1, "oracle": 0.5}.get(drafter, 0.02))
+def assert_distribution(
+    drafter: Drafter,
+    setting: str,
+    draws: int,
+    first_seed: int,
+    *,
+    tests: int,
+    accepted: tuple[float, float] = (0.05, 2),
+    target: Target | None = None,
+    shares: np.ndarray | None = None,
+) -> None:
+    """Whole answers have the target's joint distribution, by one of so many `tests` of a family.
+
+    accepted: between what bounds the accepted drafts of a step lie. target, shares: another target than `small_target`,
+    and its distribution. Holm rejects something if and only if the smallest p-value is below level / number of tests.
+    """
+    found = sample(drafter, setting, draws, first_seed, target)
+    p = g_test(found.counts, joint(setting) if shares is None else shares)
+    assert p > FAMILY_LEVEL / tests, (drafter.name, setting, p)
+    assert accepted[0] <= found.accepted / found.steps <= accepted[1], (drafter.name, setting, found.accepted)
+
+
+ACCEPTED = {"none": (0, 0), "anti-oracle": (0, 2), "oracle": (0.5, 2)}
+TESTS = len(DRAFTERS) * len(SETTINGS)
+
+
+def assert_sampled(name: str, setting: str, draws: int) -> None:
+    bounds = ACCEPTED.get(name, (0.02, 2))
+    assert_distribution(DRAFTERS[name](), setting, draws, seed_of(name, setting), tests=TESTS, accepted=bounds)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_three_tokens_have_the_targets_joint_distribution(drafter, setting):
-    assert_distribution(drafter, setting, DRAWS)
+    assert_sampled(drafter, setting, DRAWS)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +307,7 @@ def test_three_tokens_have_the_targets_joint_distribution(drafter, setting):
     + [("ngram", "top-p")],
 )
 def test_a_smaller_sample_has_the_targets_joint_distribution(drafter, setting):
-    assert_distribution(drafter, setting, SMOKE_DRAWS)
+    assert_sampled(drafter, setting, SMOKE_DRAWS)
 
 
 # -- planted faults ----------------------------------------------------------------------------------------------------

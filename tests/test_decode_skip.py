@@ -26,16 +26,15 @@ from test_decode_exact import (
 )
 from test_decode_sampling import (
     DRAWS,
-    FAMILY_LEVEL,
     NEW_TOKENS,
     PROMPT,
     SETTINGS,
     SHARPNESS,
     SMOKE_DRAWS,
     VOCAB,
-    g_test,
+    assert_distribution,
     processed,
-    sample,
+    seeds_from,
 )
 
 from headstart.bypass import Bypass
@@ -276,25 +275,26 @@ CHAINS = {
 }
 
 
-def assert_distribution(name: str, setting: str, draws: int, monkeypatch) -> None:
-    monkeypatch.setattr("test_decode_sampling.small_target", deep_target)
-    first = (501 + list(CHAINS).index(name) * len(SETTINGS) + list(SETTINGS).index(setting)) * 1_000_000
-    found = sample(CHAINS[name](deep_target()), setting, draws, first)
-    assert g_test(found.counts, joint_of(deep_target(), setting)) > FAMILY_LEVEL / (len(CHAINS) * len(SETTINGS))
-    assert 0.05 < found.accepted / found.steps < 2
+seed_of = seeds_from(501, CHAINS)
+
+
+def assert_sampled(name: str, setting: str, draws: int) -> None:
+    target, tests = deep_target(), len(CHAINS) * len(SETTINGS)
+    own = {"target": target, "shares": joint_of(target, setting)}
+    assert_distribution(CHAINS[name](target), setting, draws, seed_of(name, setting), tests=tests, **own)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "setting"), zip(cycle(CHAINS), SETTINGS, strict=False))
-def test_three_tokens_have_the_targets_joint_distribution(name, setting, monkeypatch):
-    assert_distribution(name, setting, DRAWS, monkeypatch)
+def test_three_tokens_have_the_targets_joint_distribution(name, setting):
+    assert_sampled(name, setting, DRAWS)
 
 
 @pytest.mark.parametrize(
     ("name", "setting"), [("early exit", "warm"), ("early exit", "top-p"), ("skipped blocks", "cool")]
 )
-def test_a_smaller_sample_has_the_targets_joint_distribution(name, setting, monkeypatch):
-    assert_distribution(name, setting, SMOKE_DRAWS, monkeypatch)
+def test_a_smaller_sample_has_the_targets_joint_distribution(name, setting):
+    assert_sampled(name, setting, SMOKE_DRAWS)
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

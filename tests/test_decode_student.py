@@ -11,7 +11,7 @@ import torch
 from head_cases import collate, forward, head_for, row, tiny, vocab_of
 from stubs import chain
 from test_decode_model import NEW, WARMISH, decode, plain, prompts, target
-from test_decode_sampling import FAMILY_LEVEL, SMOKE_DRAWS, VOCAB, g_test, joint, sample, small_target
+from test_decode_sampling import SMOKE_DRAWS, VOCAB, assert_distribution, small_target
 
 from headstart.data.rendering import Row
 from headstart.decode.cache import KVCache
@@ -111,8 +111,8 @@ def test_sampled_rows_have_the_targets_joint_distribution(kind):
     """Also where the drafts' vocabulary is a part of the target's."""
     vocab = None if kind == "all" else vocab_of(range(0, VOCAB, 2), VOCAB)
     head = head_for(small_target(), vocab, kind="draft", num_layers=1, shake=0.1)
-    found = sample(StudentDrafter(head, small_target(), 3), "warm", SMOKE_DRAWS, (711 + len(kind)) * 1_000_000)
-    assert g_test(found.counts, joint("warm")) > FAMILY_LEVEL / 2
+    drafter = StudentDrafter(head, small_target(), 3)
+    assert_distribution(drafter, "warm", SMOKE_DRAWS, (711 + len(kind)) * 1_000_000, tests=2)
 
 
 @pytest.mark.parametrize("kind", VOCABS)

@@ -11,6 +11,7 @@ import torch
 
 from headstart.data.datastore import build_datastore
 from headstart.decode.drafters.adaptive import AdaptiveDrafter
+from headstart.decode.drafters.base import NoDraft, Request
 from headstart.decode.drafters.layer_skip import EarlyExitDrafter, SkippingDrafter
 from headstart.decode.drafters.lookahead import LookaheadDrafter
 from headstart.decode.drafters.model import ModelDrafter
@@ -19,8 +20,10 @@ from headstart.decode.drafters.quantised import QuantisedDrafter
 from headstart.decode.drafters.retrieval import RetrievalDrafter
 from headstart.decode.drafters.student import StudentDrafter
 from headstart.decode.drafters.union import UnionDrafter
+from headstart.decode.engine import Engine
+from headstart.decode.sampling import SamplingSettings
 from headstart.decode.skips import Skips, save_skips
-from headstart.errors import HeadstartError, RecipeError
+from headstart.errors import HeadstartError
 from headstart.eval import measure
 from headstart.eval.drafters import plan_drafter
 from headstart.heads.configs import DraftConfig
@@ -135,6 +138,9 @@ def test_one_report_measures_them_all(folders, tmp_path):
         ("head", "needs to know which"),
         ("lookahead:7", "expected lookahead:W-N-G"),
         ("lookahead:7-2-7", "give 3 or more"),
+        ("lookahead:1000-30-300", "asks for 29000 tokens in a step; give numbers up to 256"),
+        ("ngram@tree100000", "up to 256"),
+        ("model@chain99999999999:here", "up to 256"),
         ("quantised", "how many bits"),
         ("quantised:int3", "3"),
         ("retrieval", "needs texts"),
@@ -149,6 +155,35 @@ def test_a_name_that_means_nothing_is_refused_in_a_sentence(name, told):
     assert "\n" not in str(caught.value)
 
 
-def test_a_plan_is_refused_before_the_target_is_read():
-    with pytest.raises(RecipeError):
-        plan_drafter("model@drawn3:here", None, "auto")
+@pytest.mark.parametrize(
+    ("name", "bench"),
+    [
+        ("model@drawn3:here", None),
+        ("ngrams", None),
+        ("ngram,", None),
+        ("union:ngram+layer-skip:nowhere", None),
+        ("adaptive:retrieval:nowhere", None),
+        ("quantised:int3", None),
+        ("head:nowhere", None),
+        ("ngram", "nowhere.jsonl"),
+        ("ngram", "bundled:nothing"),
+    ],
+)
+def test_what_was_mistyped_is_refused_before_the_target_is_loaded(name, bench, folders, tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "load_named", lambda *_, **__: pytest.fail("the target is loaded"))
+    more = {"bench": bench, "output": str(tmp_path / "out")}
+    with pytest.raises(HeadstartError):
+        measure.run(target=folders["target"], drafters=name.split(","), **more)
+    assert not (tmp_path / "out").exists()
+
+
+def test_in_a_union_drawn_drafts_of_a_head_are_ranked(folders):
+    """Also where its name asks for drawn ones."""
+    target = tiny.target("llama", dtype=torch.float64)
+    union = plan_drafter("union:ngram+head@drawn3:{student}".format(**folders), None, "auto")
+    request = Request(prompt_ids=[1, 2, 3], max_new_tokens=9, settings=SamplingSettings(temperature=0.9, seed=2))
+    texts = [
+        [one.token_ids for one in Engine(target, drafter, budget=union.budget).generate([request])]
+        for drafter in (union.make(target), NoDraft())
+    ]
+    assert texts[0] == texts[1] and union.budget == 9

@@ -12,11 +12,12 @@ import pytest
 import stubs
 import tiny
 
+from headstart import cli
 from headstart.data.rendering import ChatRenderer
 from headstart.errors import HeadstartError
 from headstart.eval import generate, measure
 from headstart.eval.report import HEADLINE
-from headstart.eval.trained import open_trained
+from headstart.eval.trained import find_named, open_trained
 from headstart.heads.store import save_head
 from headstart.recipe import ChatSection, load_recipe
 
@@ -200,6 +201,30 @@ def test_template_arguments_other_than_those_of_training_are_named(run_folder, p
 def test_mistakes_end_in_a_sentence(options, message, target_folder):
     with pytest.raises(HeadstartError, match=message):
         measure.run(**{"target": str(target_folder), **options})
+
+
+def test_generate_takes_any_drafter_and_needs_no_head(tmp_path, capsys):
+    words = ["generate", "--target", str(tiny.save(tmp_path / "target", "llama")), "--max-new-tokens", "12"]
+    texts = []
+    for more in ([], ["--drafter", "none"], ["--drafter", "ngram"], ["--drafter", "adaptive@heuristic:layer-skip"]):
+        assert cli.main([*words, *more, "¿Qué? 🙂", "--dtype", "float32", "--device", "cpu"]) == 0
+        captured = capsys.readouterr()
+        texts.append(captured.out)
+        assert "acceptance length" in captured.err
+    assert len(set(texts)) == 1 and texts[0]
+    assert cli.main([*words, "--drafter", "telepathy", "Hello"]) == 2
+    assert "'telepathy' is not known" in capsys.readouterr().err
+    assert cli.main(["generate", "Hello"]) == 2
+    assert "add --head RUN, or --target NAME" in capsys.readouterr().err
+
+
+def test_a_reports_folder_has_no_longer_a_name_than_disks_allow(tmp_path):
+    named = find_named(None, str(tmp_path / "target"))
+    short = measure._default_folder(named, ["none", "head:runs/a"], None)
+    assert short == Path("runs/target-none-head-runs-a")
+    many = [f"model:/models/number-{number}" for number in range(40)]
+    names = {measure._default_folder(named, many[:count], None).name for count in (39, 40)}
+    assert len(names) == 2 and all(len(name) == measure.LONGEST_NAME for name in names)
 
 
 def test_generate_streams_the_engines_answer(run_folder, capsys):

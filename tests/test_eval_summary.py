@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from headstart.decode.drafters.plans import DynamicTree, SampledChain, StaticTree, chain_paths
+from headstart.decode.drafters.plans import DynamicTree, SampledChain, SampledTree, StaticTree, chain_paths
 from headstart.decode.engine import StepRecord
 from headstart.errors import HeadError, HeadstartError, RecipeError
 from headstart.eval.charts import columns, dots, horizontal_bars, stacked_bars
@@ -232,7 +232,12 @@ def test_a_plan_is_named_behind_the_head(tmp_path):
     assert plan_drafter("head@chain3", tmp_path, "auto").tree == chain_paths(3)
     assert plan_drafter("head@chain", tmp_path, "auto").tree == chain_paths(4), "as deep as it was trained"
     assert plan_drafter(f"head@drawn2:{tmp_path}", None, "auto").plan == SampledChain(length=2)
-    for name, told in [("head@tree4", "3, 5 nodes"), ("head@dynamic5", "4, 8 nodes"), ("head@tree1", "drafts nothing")]:
+    sampled = plan_drafter("head@sampled5", tmp_path, "auto")
+    assert sampled.plan == SampledTree(paths=[(0,), (1,), (0, 0), (1, 0)]) and sampled.forecast == {}
+    assert sampled.depths == [1, 3, 5] and sampled.tuned_on == ("cpu", "float32")
+    assert plan_drafter("head@sampled", tmp_path, "auto").budget == 3, "of the best size"
+    wrong = [("head@tree4", "3, 5 nodes"), ("head@sampled4", "3, 5 nodes"), ("head@dynamic5", "4, 8 nodes")]
+    for name, told in [*wrong, ("head@tree1", "drafts nothing")]:
         with pytest.raises(HeadstartError, match=told):
             plan_drafter(name, tmp_path, "auto")
     del trees["plan"]
@@ -252,11 +257,13 @@ def test_without_tuning_there_are_chains_and_plain_dynamic_trees(tmp_path, head,
     for name in ("head@", "head@chian3", "chain3", "head@chain-1", "Head"):
         with pytest.raises(RecipeError, match="is not known; expected "):
             plan_drafter(name, tmp_path, "auto")
-    for name in ("head@chain0", "head@drawn0", "head@dynamic1"):
+    for name in ("head@chain0", "head@drawn0", "head@dynamic1", "head@sampled1"):
         with pytest.raises(RecipeError, match="drafts nothing"):
             plan_drafter(name, tmp_path, "auto")
     with pytest.raises(HeadError, match="no trees were tuned"):
         plan_drafter("head@tree16", tmp_path, "auto")
+    with pytest.raises(HeadError, match="no trees were tuned"):
+        plan_drafter("head@sampled16", tmp_path, "auto")
 
 
 def test_an_ngram_drafter_stays_within_the_asked_size():

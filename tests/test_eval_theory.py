@@ -78,6 +78,8 @@ def test_measured_costs_are_those_of_the_file(head, monkeypatch):
         (["--rates", "0.5,x"], "--rates"),
         (["--alpha", "0.5", "--k", "99"], "--k"),
         (["--alpha", "0.5", "--cost", "-1"], "--cost"),
+        (["--alpha", "0.5", "--cost", "inf"], "--cost"),
+        (["--alpha", "0.5", "--tree", "100,100,100,100"], "101010101 nodes"),
         (["--alpha", "0.5", "--output", "page.txt"], ".html"),
         (["--rates", "0.5", "--tree", "2,2"], "--tree"),
         (["--alpha", "0.5", "--head", "nowhere"], "nowhere"),

@@ -21,7 +21,7 @@ ROOMS = {name: ROOT / folder for name, folder in SETUPTOOLS["package-dir"].items
 
 # Left of it: what a module may import. The front door's own files stand with the step that they belong to.
 ORDER = (
-    ("headstart.errors", "headstart.heads.configs"),
+    ("headstart.atomic", "headstart.errors", "headstart.heads.configs"),
     (
         "headstart.recipe",
         "headstart.recipe_faults",

@@ -26,11 +26,11 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from headstart.atomic import partial_name, publish, start_folder
 from headstart.errors import TrainingError
 from headstart.heads.base import Head
 from headstart.heads.store import load_head, save_head
 from headstart.target import Target
-from headstart.train.atomic_folder import partial_name, publish, start_folder
 from headstart.train.random_state import random_state, set_random_state
 
 FORMAT = 1

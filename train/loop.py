@@ -14,13 +14,13 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from headstart.atomic import publish, start_folder
 from headstart.data.rendering import Row
 from headstart.heads.base import Head
 from headstart.heads.store import save_head
 from headstart.loading import parse_dtype
 from headstart.recipe import Recipe
 from headstart.target import Target
-from headstart.train.atomic_folder import publish, start_folder
 from headstart.train.calibrate import steps_within
 from headstart.train.checkpoint import Progress, latest_checkpoint, load_checkpoint, save_best, save_checkpoint
 from headstart.train.curriculum import stages

@@ -18,8 +18,8 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 
+from headstart.atomic import write_text
 from headstart.recipe import Recipe
-from headstart.train.atomic_folder import write_text
 from headstart.train.run_folder import RunFolder
 
 

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 import headstart
+from headstart.atomic import clear_leftovers, write_text
 from headstart.errors import TrainingError
 from headstart.recipe import Recipe, load_recipe
-from headstart.train.atomic_folder import clear_leftovers, write_text
 
 # What may change between a run and its continuation: none of these touches a weight.
 FREE_KEYS = ("name", "logging.", "eval.", "export.", "data.distill.", "train.keep", "train.save_every")

@@ -77,6 +77,17 @@ class SampledTree:
     """In any order; no path is plain decoding."""
     stop_below: float = 0.0
 
+    @classmethod
+    def shaped(cls, paths: Sequence[Path]) -> SampledTree:
+        """The tree of this shape: the ranks below every node counted anew, without gaps."""
+        children: dict[Path, list[Path]] = {}
+        for path in sorted(paths, key=lambda path: (len(path), path)):
+            children.setdefault(path[:-1], []).append(path)
+        anew: dict[Path, Path] = {(): ()}
+        for parent, siblings in children.items():  # in order of depth, so the parent is there
+            anew |= {path: (*anew[parent], rank) for rank, path in enumerate(siblings)}
+        return cls(paths=[anew[path] for path in paths])
+
     def __post_init__(self) -> None:
         check_stop(self.stop_below)
         there = {tuple(path) for path in self.paths}

@@ -25,7 +25,8 @@ PRIOR_RATE, PRIOR_WEIGHT = 0.5, 2.0
 
 class UnionDrafter:
     """Drafts what all of `drafters` draft, within the budget. They must take tokens by rank or by rule: a token that
-    was drawn needs its own distribution to be verified by, and a merged tree has none."""
+    was drawn needs its own distribution to be verified by, and a merged tree has none. States that one of them has
+    computed already (`TokenTree.verify_from`) are of its own nodes alone: a merged tree is verified from the start."""
 
     def __init__(self, drafters: Sequence[Drafter]):
         if not drafters:

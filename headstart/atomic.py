@@ -1,8 +1,9 @@
-"""Folders that exist whole or not at all, whatever kills the process.
+"""Files and folders that exist whole or not at all, whatever kills the process.
 
+write_text(path, text)              # .NAME.partial, flushed to the disk, then renamed
 partial = start_folder(folder)      # .NAME.partial, empty
 ...                                 # write into it
-publish(partial, folder)            # flushed to the disk, then renamed
+publish(partial, folder)            # flushed and renamed likewise
 """
 
 from __future__ import annotations
@@ -12,8 +13,28 @@ import shutil
 from pathlib import Path
 
 
-def partial_name(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.partial")
+def partial_name(path: Path) -> Path:
+    """Under which a file or folder stands while it is written."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def write_text(path: Path, text: str) -> None:
+    """The file whole or not at all, in UTF-8; what had this name before is replaced."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """The file whole or not at all; what had this name before is replaced."""
+    partial = partial_name(path)
+    try:
+        partial.write_bytes(content)
+        _flush(partial)
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        error.filename = os.fspath(path)  # the name that the user gave
+        raise
+    _flush(path.parent)
 
 
 def start_folder(folder: Path) -> Path:
@@ -45,14 +66,6 @@ def clear_leftovers(parent: Path) -> None:
             leftover.rename(original)
     for leftover in [*parent.glob(".*.partial*"), *parent.glob(".*.replaced")]:
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replaces a small file whole."""
-    partial = partial_name(path)
-    partial.write_text(text, encoding="utf-8")
-    _flush(partial)
-    partial.replace(path)
 
 
 def _flush(path: Path) -> None:
