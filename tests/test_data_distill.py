@@ -75,6 +75,7 @@ def test_a_row_per_prompt_with_the_targets_words(tmp_path):
         "messages": [{"role": "user", "content": "q1"}, {"role": "assistant", "content": "Q1"}],
         "cut": False,
         "temperature": 0.0,
+        "check": "crc32:4a98c8a8",
     }
     assert (report.rows, report.kept, len(rows)) == (2, 2, 2)
 
@@ -107,7 +108,10 @@ def test_the_prompt_of_a_question_holds_the_answers_before_it(tmp_path):
     assert decode(render.tokenizer, asked[1].prompt_ids).startswith(
         "<system>S<|turn_end|>\n<user>a<|turn_end|>\n<assistant>A"
     )
-    assert [len(question.messages) for question in asked] == [1, 3]
+    assert [len(question.messages) for question in asked] == [
+        2,
+        4,
+    ]  # as a server is told them, which adds no system turn of a recipe
 
 
 def test_other_peoples_answers_are_left_out_and_system_turns_kept(tmp_path):
