@@ -59,7 +59,7 @@ class Stream:
         """The rows of one window, which may be none. Raises DataError where a source can't be read."""
         size = self.recipe.data.buffer
         if self._next != (epoch, number):
-            self._conversations = self._open(epoch)
+            self._conversations = _one_pass(self.recipe, self._reports, epoch, self.rank, self.world_size)
             for _ in itertools.islice(self._conversations, number * size):
                 pass
         self._reports.clear()
@@ -73,10 +73,6 @@ class Stream:
             counts.update({reason: len(places) for reason, places in report.skipped.items()})
         return Window(part.rows, len(conversations) < size, counts)
 
-    def _open(self, epoch: int) -> Iterator[Conversation]:
-        share = Share(self.rank, self.world_size, f"headstart {self.recipe.seed} {epoch}")
-        return _in_turn([read(source, self._reports, share=share) for source in self.recipe.data.train])
-
 
 class StreamedRows(RowStore):
     """The first rows of a stream, rendered by every rank alike. They stand for all where all would be looked at: for
@@ -87,8 +83,7 @@ class StreamedRows(RowStore):
         self._recipe, self._reader, self._kept_away = recipe, reader, kept_away
         self.reports: dict[str, SkipReport] = {}
         part = Part(reports=self.reports)
-        sources = [read(source, self.reports) for source in recipe.data.train]
-        conversations = list(itertools.islice(_in_turn(sources), recipe.data.buffer))
+        conversations = list(itertools.islice(_one_pass(recipe, self.reports), recipe.data.buffer))
         reader.render(conversations, part, kept_away)
         if not len(part.rows):
             part.check()
@@ -100,6 +95,14 @@ class StreamedRows(RowStore):
     def stream(self, rank: int, world_size: int) -> Stream:
         """All rows of the stream, as this rank reads them."""
         return Stream(self._recipe, self._reader, self._kept_away, rank, world_size)
+
+
+def _one_pass(
+    recipe: Recipe, reports: dict[str, SkipReport], epoch: int = 0, rank: int = 0, world_size: int = 1
+) -> Iterator[Conversation]:
+    """What one rank reads of the training sources in one pass."""
+    share = Share(rank, world_size, f"headstart {recipe.seed} {epoch}")
+    return _in_turn([read(source, reports, share=share) for source in recipe.data.train])
 
 
 def _in_turn(streams: Sequence[Iterator[Conversation]]) -> Iterator[Conversation]:
