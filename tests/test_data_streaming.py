@@ -274,9 +274,7 @@ def test_hub_data_sets_are_streamed_file_by_file_where_that_comes_out_even(monke
 @pytest.mark.parametrize("fault", [httpx2.ReadTimeout("timed out"), ConnectionError("gone"), OSError("no route")])
 def test_a_hub_that_times_out_is_one_sentence(monkeypatch, fault):
     hub(monkeypatch, 1, 5, fault)
-    with pytest.raises(
-        DataError, match=r"'org/set:train' broke off after [12] rows .*; run the same"
-    ):
+    with pytest.raises(DataError, match=r"'org/set:train' broke off after [12] rows .*; run the same"):
         list(read(Source(source="org/set"), {}, share=Share(0, 1, "")))
 
     def fails(*names: Any, **options: Any) -> None:
