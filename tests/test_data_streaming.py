@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import pytest
 import tiny
 import torch
 import train_cases
+from test_train_parallel import in_two_processes
 
 from headstart.data.packing import TokenBatch
 from headstart.data.prepare import Prepared, prepare
@@ -26,6 +28,7 @@ from headstart.errors import DataError, RecipeError
 from headstart.recipe import Recipe, Source, load_recipe, override
 from headstart.train.checkpoint import Progress
 from headstart.train.feed import StreamFeed
+from headstart.train.preparation import describe, start_processes
 
 TOKENIZER = tiny.tokenizer()
 
@@ -223,6 +226,27 @@ def test_training_on_a_stream_resumes_to_the_bit(tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_two_processes_share_a_stream_and_take_as_many_steps(tmp_path):
+    """Over gloo: 15 rows each, of which the second pass begins with the last step."""
+    made = recipe([write(tmp_path / "a.jsonl", 0, 30)], "data.buffer=6", "train.max_steps=6", "train.world_size=2")
+
+    def work(rank: int) -> str:
+        data = prepared(made)
+        processes = start_processes(made, cpu=True)
+        training = train_cases.training(
+            tmp_path / "two", made, rows=data.train, held_out=data.held_out, processes=processes
+        )
+        processes.print(describe(training))
+        training.finish()
+        return f"step {training.progress.step}, pass {training.progress.epoch}"
+
+    assert in_two_processes(tmp_path / "logs", work) == ["step 6, pass 1"] * 2
+    log = (tmp_path / "logs" / "log-0").read_text()
+    first = [re.findall(rf"rank {rank} begins with rows: (.*)", log)[0].split(", ") for rank in range(2)]
+    assert first[0] and first[1] and not set(first[0]) & set(first[1])
+    assert "stream, pass 0: 30 rows read, 30 kept; skipped: none" in log
+
+
 def test_a_recipe_that_cannot_stream_is_refused(tmp_path):
     text = "name: r\ntarget: {name: t}\nhead: {type: medusa}\ndata: {train: [{source: a.jsonl}], streaming: true}\n"
     (tmp_path / "r.yaml").write_text(text)
@@ -237,6 +261,27 @@ def test_a_stream_without_a_row_to_learn_from_ends_in_a_sentence(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"input_ids": [1, 2], "labels": [-100, -100]}\n')
     with pytest.raises(DataError, match="No row of .*a.jsonl can be learnt from"):
         prepared(recipe([Source(source=str(tmp_path / "a.jsonl"))]))
+
+
+def test_a_rank_that_cannot_read_stops_all_of_them(tmp_path):
+    made = recipe([write(tmp_path / "a.jsonl", 0, 30)])
+    rows = prepared(made).train
+    assert isinstance(rows, StreamedRows)
+
+    def work(rank: int, gather) -> str:
+        feed = StreamFeed(rows, made, rank=rank, world_size=3, gather=gather)
+        if rank == 1:
+            feed._stream.window = breaks_off
+        with pytest.raises(DataError) as caught:
+            for _ in range(9):
+                feed.next_step(progresses[rank])
+        return str(caught.value)
+
+    def breaks_off(epoch: int, number: int) -> None:
+        raise DataError("The data set broke off after 7 rows.")
+
+    progresses = [Progress() for _ in range(3)]
+    assert Ranks(3).run(work) == ["rank 1 can't go on reading: The data set broke off after 7 rows."] * 3
 
 
 def hub(monkeypatch, files: int, rows_per_file: int, fault: Exception | None = None) -> list[tuple[int, int]]:

@@ -123,7 +123,8 @@ def load_checkpoint(
     head.load_state_dict(load_head(folder, target).state_dict())
     load_optimizer_tensors(optimizer, head, load_file(folder / "optimizer.safetensors"))
     set_random_state(load_file(folder / _random_name(accelerator.process_index)))
-    return Progress(**{name: state[name] for name in Progress.__dataclass_fields__})
+    known = {name: state[name] for name in Progress.__dataclass_fields__ if name in state}  # an older one has no window
+    return Progress(**known)
 
 
 def latest_checkpoint(checkpoints: Path) -> Path | None:

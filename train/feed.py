@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from headstart.data.packing import RowStore, TokenBatch, batches, collate
 from headstart.data.rendering import Row
 from headstart.data.streaming import StreamedRows, Window
-from headstart.errors import DataError
+from headstart.errors import DataError, HeadstartError
 from headstart.recipe import Recipe
 from headstart.train.checkpoint import Progress
 
@@ -125,16 +125,23 @@ class StreamFeed:
             return
         if at not in self._ahead:  # the first window, or one that a run goes on with
             self._counts, self._batches, self._whole = Counter(), 0, at[1] == 0
-        self._at, self._window = at, self._read(at).result()
+        fault = None
+        try:
+            self._window = self._read(at).result()
+        except HeadstartError as error:  # the others are told, or they would wait for this rank
+            self._window, fault = Window(RowStore(), last=True), str(error)
         self._plan = plan_batches(self._window.rows, self.recipe, epoch=progress.epoch)
-        everyone = self.gather([(len(self._plan), self._window.last, self._window.counts)])
-        longest = max(count for count, _, _ in everyone)
+        everyone = self.gather([(len(self._plan), self._window.last, self._window.counts, fault)])
+        for rank, (_, _, _, found) in enumerate(everyone):
+            if found is not None:
+                raise DataError(f"rank {rank} can't go on reading: {found}" if len(everyone) > 1 else found)
+        longest = max(count for count, _, _, _ in everyone)
         self._plan += [[] for _ in range(longest - len(self._plan))]
-        self._over = all(last for _, last, _ in everyone)
-        for _, _, counts in everyone:
+        self._over = all(last for _, last, _, _ in everyone)
+        for _, _, counts, _ in everyone:
             self._counts += counts
         self._batches += longest
-        self._ahead = {}
+        self._at = at
         following = (progress.epoch + 1, 0) if self._over else (progress.epoch, progress.window + 1)
         self._ahead = {following: self._read(following)}
 
@@ -144,7 +151,7 @@ class StreamFeed:
     def _end_epoch(self, epoch: int) -> None:
         """Says what became of the rows; refuses to read on and on where nothing is learnt from any."""
         rows, whole, self._whole = self._counts.pop("rows", 0), self._whole, True
-        skipped = ", ".join(f"{reason} ({count})" for reason, count in self._counts.most_common()) or "none skipped"
+        skipped = ", ".join(f"{reason} ({count})" for reason, count in self._counts.most_common()) or "none"
         if whole and not self._batches:
             raise DataError(f"No row of the stream can be learnt from; of {rows}: {skipped}.")
         if whole and not self.rank:
