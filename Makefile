@@ -17,6 +17,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PY) -m headstart.cli fetch-demo
 	touch $@
 
+$(VENV)/.ready-slow: $(VENV)/.ready
+	$(PIP) install -c constraints.txt --group slow
+	touch $@
+
 lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
@@ -51,7 +55,7 @@ bench-train: setup
 soak: setup
 	OMP_NUM_THREADS=1 $(PY) tests/soak.py --minutes 30 --output runs/soak.json
 
-test-slow: setup
+test-slow: $(VENV)/.ready-slow
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow -n $(WORKERS)
 
 clean:

@@ -17,6 +17,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from headstart.atomic import write_text
+from headstart.data.checked_rows import intact, to_line
 from headstart.data.formats import parse
 from headstart.data.messages import Conversation, Message, SkipRow
 from headstart.data.progress import Progress
 from headstart.data.rendering import ChatRenderer
 from headstart.data.reports import SkipReport
 from headstart.data.sources import read_all, with_limit
-from headstart.errors import DataError
+from headstart.errors import DataError, naming
 from headstart.recipe import Recipe
 
 
@@ -53,6 +55,10 @@ class Answer:
     text: str
     cut: bool
     num_tokens: int = 0
+    reasoning: str = ""
+    """What the target thought before it, where whoever answers tells the two apart."""
+    refused: SkipRow | None = None
+    """Why there is no answer: its conversation is skipped, and asked again when the same command is run again."""
     token_ids: Sequence[int] = ()
     """Prompt and answer as the target read them, where `states` come along."""
     states: Mapping[str, Tensor] | None = None
@@ -89,9 +95,10 @@ def distill(
 ) -> SkipReport:
     """Answers every user turn of every prompt in sequence; other people's answers in the prompts are left out.
 
-    Appends {"row_id", "kind", "topic", "messages", "cut", "temperature"} lines to `output`. An answer that is cut, or
-    empty, ends its conversation. settings: what the answers depend on (target, lengths, sampling); they are kept beside
-    the output, and going on with other ones is refused. max_prompt_tokens: longer prompts are skipped and counted.
+    Appends {"row_id", "kind", "topic", "messages", "cut", "temperature", "check"} lines to `output`. An answer that is
+    cut, or empty, ends its conversation. settings: what the answers depend on (target, lengths, sampling); they are
+    kept beside the output, and going on with other ones is refused. max_prompt_tokens: longer prompts are skipped and
+    counted.
     finished: is told of every conversation once its line is written.
     Returns the count of prompts and of those skipped, by reason; what an earlier run answered counts as kept.
     """
@@ -113,19 +120,22 @@ def distill(
             waiting[question.request_id] = chat
             yield question
 
-    with output.open("a", encoding="utf-8") as lines, shown:
+    with output.open("ab", buffering=0) as lines, shown:
         more = True
         while more:  # again where second questions came up after the last first question was drawn
             for answer in generate(questions()):
                 chat = waiting.pop(answer.request_id)
-                chat.said.append({"role": "assistant", "content": answer.text})
+                if answer.refused is not None:
+                    report.skip(chat.conversation.origin, answer.refused)
+                    continue
+                chat.said.append(_turn(answer))
                 if chat.questions and not answer.cut and answer.text.strip():
                     follow_ups.append(chat)
                     shown.add(0, answer.num_tokens)
                     continue
                 row = _finished(chat, answer.cut, temperature)
-                lines.write(json.dumps(row, ensure_ascii=False) + "\n")
-                lines.flush()
+                with naming(output):
+                    _append(lines, to_line(row))
                 if finished is not None:
                     finished(parse(row, origin=str(output), row_id=row["row_id"]), answer)
                 shown.add(1, answer.num_tokens)
@@ -146,10 +156,11 @@ def run(
     limit: int | None = None,
     max_prompt_tokens: int | None = None,
     finished: Finished | None = None,
+    served_as: str | None = None,
 ) -> SkipReport:
     """`headstart data distill`: answers the prompts of all sources of a recipe, held-out ones too; prints the counts.
 
-    limit: the first so many rows of each source.
+    limit: the first so many rows of each source. served_as: the name of the model on the server that answers.
     """
     section = recipe.data.distill
     recipe = with_limit(recipe, limit)
@@ -168,6 +179,7 @@ def run(
             "max_new_tokens": section.max_new_tokens,
             "temperature": section.temperature,
             "seed": recipe.seed,
+            **({} if served_as is None else {"model": served_as}),
         },
         temperature=section.temperature,
         seed=recipe.seed,
@@ -207,12 +219,18 @@ def _new_chats(
 def _ask(chat: _Chat, renderer: ChatRenderer, seed: int, max_prompt_tokens: int | None) -> Question:
     chat.said += chat.questions.popleft()
     chat.num_asked += 1
-    prompt_ids = renderer.prompt(chat.said)
+    messages = renderer.with_system(chat.said)
+    prompt_ids = renderer.prompt(messages)
     if max_prompt_tokens is not None and len(prompt_ids) > max_prompt_tokens:
         raise SkipRow("prompt too long", f"{len(prompt_ids)} tokens, {max_prompt_tokens} fit")
     request_id = f"{chat.conversation.row_id}/{chat.num_asked}"
     digest = hashlib.sha256(f"{seed} {request_id}".encode()).digest()
-    return Question(request_id, tuple(chat.said), prompt_ids, int.from_bytes(digest[:4]))
+    return Question(request_id, tuple(messages), prompt_ids, int.from_bytes(digest[:4]))
+
+
+def _turn(answer: Answer) -> Message:
+    thought = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
+    return {"role": "assistant", "content": answer.text, **thought}
 
 
 def _finished(chat: _Chat, cut: bool, temperature: float) -> dict[str, Any]:
@@ -231,6 +249,13 @@ def _finished(chat: _Chat, cut: bool, temperature: float) -> dict[str, Any]:
     }
 
 
+def _append(lines: FileIO, line: bytes) -> None:
+    """Writes the line, which a disk that fills up takes in parts. What it has no room for raises an OSError; the torn
+    line is done again by the next run."""
+    while line:
+        line = line[lines.write(line) :]
+
+
 def _written(output: Path) -> set[str]:
     """Row ids in the output. A last line without its end, from a run that was killed, is taken off the file."""
     if not output.exists():
@@ -242,10 +267,11 @@ def _written(output: Path) -> set[str]:
                 lines.truncate(lines.tell() - len(line))
                 break
             try:
-                written.add(json.loads(line)["row_id"])
-            except (ValueError, KeyError, TypeError):
+                written.add(intact(json.loads(line))["row_id"])
+            except (SkipRow, ValueError, KeyError, TypeError):
                 raise DataError(
-                    f"{output}:{number} is no line that distilling wrote; take it out, or name another output."
+                    f"{output}:{number} is no line that distilling wrote, or was damaged since; take it out (its "
+                    "prompt will be answered again), or name another output."
                 ) from None
     return written
 

@@ -9,25 +9,21 @@ Nothing is cached: rows are tokenised each time, so a changed template, length o
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.text import Text
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from headstart.data.messages import Conversation, SkipRow
 from headstart.data.packing import RowStore
-from headstart.data.progress import Progress
-from headstart.data.rendering import ChatRenderer, Row, decode, label_runs
+from headstart.data.reading import Part, Reader
+from headstart.data.rendering import Row, decode, label_runs
 from headstart.data.reports import SkipReport
-from headstart.data.sources import read_all, with_limit
-from headstart.errors import DataError
-from headstart.recipe import Recipe, Source
+from headstart.data.sources import with_limit
+from headstart.data.streaming import ShareOfPrompts, StreamedRows
+from headstart.recipe import Recipe
 from headstart.target import load_tokenizer
 
 
@@ -47,12 +43,15 @@ class Prepared:
         lines = [report.summary() for report in [*self.reports.values(), *self.held_out_reports.values()]]
         tokens = sum(self.train.lengths())
         held_out_tokens = sum(self.held_out.lengths())
+        of_stream = ", the first of a stream" if isinstance(self.train, StreamedRows) else ""
         lines.append(
-            f"training: {len(self.train)} rows, {tokens} tokens; "
+            f"training: {len(self.train)} rows, {tokens} tokens{of_stream}; "
             f"held out: {len(self.held_out)} rows, {held_out_tokens} tokens"
         )
         if not len(self.held_out):
-            lines.append("warning: nothing is held out, because all rows have one prompt; name held-out sources")
+            lines.append(
+                "warning: nothing is held out: all rows have one prompt, or few were read; name held-out sources"
+            )
         return "\n".join(lines)
 
 
@@ -66,9 +65,12 @@ def prepare(
     """The training and held-out rows of a recipe; they share no prompt.
 
     vocab_size and max_positions: the target's, read from its weights and configuration; a row that exceeds one is
-    refused by name. Raises DataError where a file gives no row that can be learnt from.
+    refused by name. Of a stream they are its first `data.buffer` rows, and `train` knows how to read all. Raises
+    DataError where a file gives no row that can be learnt from.
     """
-    reader = _Reader(recipe, tokenizer, vocab_size, max_positions)
+    reader = Reader(recipe, tokenizer, vocab_size, max_positions)
+    if recipe.data.streaming:
+        return _first_of_stream(recipe, reader)
     if recipe.data.held_out.sources:
         held_out = reader.read(recipe.data.held_out.sources, "held-out rows")
         train = reader.read(recipe.data.train, "training rows", kept_away=set(held_out.keys))
@@ -77,6 +79,17 @@ def prepare(
     chosen = choose_held_out(part.keys, recipe.data.held_out.fraction or 0.0)
     rest = [number for number in range(len(part.rows)) if number not in chosen]
     return Prepared(part.rows.take(rest), part.rows.take(sorted(chosen)), part.reports)
+
+
+def _first_of_stream(recipe: Recipe, reader: Reader) -> Prepared:
+    sources, fraction = recipe.data.held_out.sources, recipe.data.held_out.fraction
+    if sources:
+        held_out = reader.read(sources, "held-out rows")
+        first = StreamedRows(recipe, reader, set(held_out.keys))
+        return Prepared(first, held_out.rows, first.reports, held_out.reports)
+    held_out = Part()
+    first = StreamedRows(recipe, reader, ShareOfPrompts(fraction or 0.0), held_out)
+    return Prepared(first, held_out.rows, first.reports)
 
 
 def choose_held_out(keys: list[str], fraction: float) -> set[int]:
@@ -93,93 +106,6 @@ def choose_held_out(keys: list[str], fraction: float) -> set[int]:
         chosen.add(key)
         held += counts[key]
     return {number for number, key in enumerate(keys) if key in chosen}
-
-
-def prompt_key(conversation: Conversation) -> str:
-    """A hash of what a row asks: its turns before the first answer. Plain text and token rows are hashed whole.
-
-    Two answers to one prompt have one key, so they can't end up on both sides of the split.
-    """
-    asked: list[object] = [conversation.text, conversation.input_ids]
-    for message in conversation.messages or ():
-        if message["role"] == "assistant":
-            break
-        asked.append([message["role"], message["content"]])
-    return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
-
-
-@dataclass
-class _Part:
-    """The usable rows of some sources, each with its prompt key, and the reports by file."""
-
-    rows: RowStore = field(default_factory=RowStore)
-    keys: list[str] = field(default_factory=list)
-    reports: dict[str, SkipReport] = field(default_factory=dict)
-
-
-class _Reader:
-    """Reads sources, renders their rows and checks that the target can take them."""
-
-    def __init__(
-        self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None, positions: int | None
-    ):
-        self.renderer = ChatRenderer(tokenizer, recipe.data.chat)
-        self.max_length = recipe.data.max_length
-        self.vocab_size, self.max_positions = vocab_size, positions
-        self.tokenizer = tokenizer
-
-    def read(self, sources: Iterable[Source], label: str, kept_away: Container[str] = ()) -> _Part:
-        """All usable rows but those whose prompt is `kept_away`."""
-        part = _Part()
-        with Progress(f"rendering {label}") as progress:
-            conversations = self._conversations(sources, part, kept_away, progress)
-            for rendered in self.renderer.rows(conversations, self.max_length):
-                row, report = rendered.row, part.reports[rendered.conversation.file]
-                if row is None:
-                    assert rendered.why is not None
-                    report.skip(rendered.conversation.origin, rendered.why)
-                    continue
-                self._check_ids(row)
-                report.count(row.supervised, row.truncated, rendered.mismatch, row.origin)
-                part.rows.append(row)
-                part.keys.append(prompt_key(rendered.conversation))
-        for report in part.reports.values():
-            _check(report)
-        return part
-
-    def _conversations(
-        self, sources: Iterable[Source], part: _Part, kept_away: Container[str], progress: Progress
-    ) -> Iterator[Conversation]:
-        for conversation in read_all(sources, part.reports, announce=progress.expect):
-            progress.add()
-            if prompt_key(conversation) in kept_away:
-                part.reports[conversation.file].skip(conversation.origin, SkipRow("its prompt is held out"))
-            else:
-                yield conversation
-
-    def _check_ids(self, row: Row) -> None:
-        largest = max(row.input_ids)
-        if self.vocab_size is not None and largest >= self.vocab_size:
-            raise DataError(
-                f"{row.origin} holds token id {largest} ({decode(self.tokenizer, [largest])!r}), and the target has "
-                f"{self.vocab_size} rows of output weights, ids 0 to {self.vocab_size - 1}; take the tokenizer that "
-                "belongs to the target, or leave that row out."
-            )
-        if self.max_positions is not None and len(row.input_ids) > self.max_positions:
-            raise DataError(
-                f"{row.origin} has {len(row.input_ids)} tokens, and the target takes {self.max_positions}; "
-                f"set data.max_length to {self.max_positions} or less."
-            )
-
-
-def _check(report: SkipReport) -> None:
-    """Refuses a file that nothing can be learnt from."""
-    if not report.kept:
-        supervised = f" 0 of {report.tokens} tokens supervised." if report.tokens else ""
-        raise DataError(
-            f"No row of {report.name} can be learnt from.{supervised} Its {report.rows} rows were skipped: "
-            f"{report.reasons()}. Mend the first of them, or see which formats `data.train` takes."
-        )
 
 
 def show_row(row: Row, tokenizer: PreTrainedTokenizerBase) -> Text:
@@ -203,9 +129,9 @@ def run(recipe: Recipe, *, limit: int | None = None, show: int = 1) -> Prepared:
     """
     section = recipe.target
     tokenizer = load_tokenizer(section.name, trust_remote_code=section.trust_remote_code, revision=section.revision)
-    prepared = prepare(
-        with_limit(recipe, limit), tokenizer, vocab_size=_vocab_size(tokenizer, section.trust_remote_code)
-    )
+    # output rows as the configuration has them; training asks the weights themselves
+    vocab_size = getattr(published_config(tokenizer, section.trust_remote_code), "vocab_size", None)
+    prepared = prepare(with_limit(recipe, limit), tokenizer, vocab_size=vocab_size)
     print(prepared.summary())
     console = Console(file=sys.stdout, highlight=False)
     for row in prepared.train[:show]:
@@ -213,10 +139,10 @@ def run(recipe: Recipe, *, limit: int | None = None, show: int = 1) -> Prepared:
     return prepared
 
 
-def _vocab_size(tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool) -> int | None:
-    """Output rows as the model's configuration beside the tokenizer has them; training asks the weights themselves."""
+def published_config(tokenizer: PreTrainedTokenizerBase, trust_remote_code: bool) -> PreTrainedConfig | None:
+    """The configuration of the model that the tokenizer lies beside, its text part; None where there is none."""
     try:
         config = AutoConfig.from_pretrained(tokenizer.name_or_path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError):
         return None
-    return getattr(config.get_text_config(), "vocab_size", None)
+    return config.get_text_config()

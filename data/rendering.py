@@ -82,7 +82,7 @@ class ChatRenderer:
 
         Raises SkipRow, a DataError, where the template refuses them.
         """
-        return self._encode([self._render(self._with_system(messages), True)])["input_ids"][0]
+        return self._encode([self._render(self.with_system(messages), True)])["input_ids"][0]
 
     def text_prompt(self, text: str) -> list[int]:
         """Token ids of plain text, with the special tokens that the tokenizer adds by itself."""
@@ -127,7 +127,7 @@ class ChatRenderer:
         """The rendering of a chat, or why there is none; None for what needs no template."""
         if conversation.messages is None:
             return None
-        messages = self._with_system(conversation.messages)
+        messages = self.with_system(conversation.messages)
         while messages and messages[-1]["role"] != "assistant":  # nothing to learn from a question without an answer
             messages.pop()
         try:
@@ -186,7 +186,8 @@ class ChatRenderer:
         encoded = self.tokenizer(conversation.text, return_special_tokens_mask=True, verbose=False)
         return encoded["input_ids"], [not special for special in encoded["special_tokens_mask"]]
 
-    def _with_system(self, messages: Sequence[Message]) -> list[Message]:
+    def with_system(self, messages: Sequence[Message]) -> list[Message]:
+        """The messages with the recipe's system turn before them, where they have none."""
         if self.chat.system is None or (messages and messages[0]["role"] in ("system", "developer")):
             return list(messages)
         return [{"role": "system", "content": self.chat.system}, *messages]

@@ -13,13 +13,15 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import random
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from headstart.data.checked_rows import intact
 from headstart.data.formats import parse
 from headstart.data.messages import Conversation, SkipRow, check_exchange
 from headstart.data.reports import SkipReport
@@ -29,12 +31,24 @@ from headstart.recipe import Recipe, Source
 SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".json", ".parquet")
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one process reads of a source in one pass: every `world_size`-th row from row `rank` on, or whole files of a
+    hub data set where they can be dealt out evenly. Files come in an order of their own in every pass."""
+
+    rank: int
+    world_size: int
+    order: str
+    """What the order of the files follows from: seed and pass."""
+
+
 def read(
     source: Source,
     reports: dict[str, SkipReport],
     *,
     answers: bool = True,
     announce: Callable[[int], None] = lambda rows: None,
+    share: Share | None = None,
 ) -> Iterator[Conversation]:
     """The conversations of one source, in order; rows that can't be used are counted in the report of their file.
 
@@ -42,13 +56,14 @@ def read(
     answers: False reads prompts, for distilling and decoding: chats need no answers then, and questions may follow
     each other.
     announce: is told how many rows there will be, where that is known beforehand.
+    share: what one process of several reads of it, from the hub without downloading it; None: all.
     Raises DataError where the source can't be opened, and where it holds no rows at all.
     """
     place = ""
-    total, records = _records(source, answers)
+    total, records = _records(source, answers, share)
     if total is not None:
         announce(min(total, source.limit or total))
-    for place, record in itertools.islice(records, source.limit):
+    for place, record in records:
         name, _, number = place.rpartition(":")
         report = reports.setdefault(name, SkipReport(name))
         report.rows += 1
@@ -56,7 +71,7 @@ def read(
             if isinstance(record, SkipRow):
                 raise record
             conversation = parse(
-                record,
+                intact(record),
                 format=source.format,
                 merge=source.non_alternating == "merge",
                 origin=place,
@@ -68,12 +83,12 @@ def read(
             report.skip(place, why)
         else:
             yield conversation
-    if not place:
+    if not place and (share is None or not share.rank):
         raise DataError(f"{display_name(source)} holds no rows; expected at least one, for example as JSON Lines.")
 
 
 def read_all(sources: Iterable[Source], reports: dict[str, SkipReport], **options: Any) -> Iterator[Conversation]:
-    """`read` of each source in turn; a row id that was met before is made unique: `17`, `17#2`."""
+    """`read` of one source after the other; a row id that was met before is made unique: `17`, `17#2`."""
     seen: Counter[str] = Counter()
     for source in sources:
         for conversation in read(source, reports, **options):
@@ -110,19 +125,32 @@ def check_source(source: Source, *, answers: bool = True) -> None:
         local_files(source)
 
 
-def _records(source: Source, answers: bool) -> tuple[int | None, Iterator[tuple[str, Any]]]:
+def _records(source: Source, answers: bool, share: Share | None) -> tuple[int | None, Iterator[tuple[str, Any]]]:
     """How many rows, if known, and (place, record) of each. A line that is no JSON comes as the SkipRow saying so."""
+    total, records, dealt = _all_records(source, answers, share)
+    records = itertools.islice(records, source.limit)
+    if share is not None and not dealt:
+        records = itertools.islice(records, share.rank, None, share.world_size)
+    return total, records
+
+
+def _all_records(
+    source: Source, answers: bool, share: Share | None
+) -> tuple[int | None, Iterator[tuple[str, Any]], bool]:
+    """The same without the limit, and whether these are the rows of the share alone already."""
     name = display_name(source)
     if source.source.startswith("bundled:"):
         rows = _bundled_rows(source, answers)
-        return len(rows), _number(name, rows)
+        return len(rows), _number(name, rows), False
     files = local_files(source)
     if not files:
-        rows = _hub_rows(source)
-        return len(rows) if hasattr(rows, "__len__") else None, _number(name, rows)
-    totals = [_count_rows(path) for path in files]
+        rows, dealt = _hub_rows(source, share)
+        return len(rows) if hasattr(rows, "__len__") else None, _from_hub(name, rows), dealt
+    if share is not None and source.limit is None:
+        random.Random(share.order).shuffle(files)
+    totals = [None if share else _count_rows(path) for path in files]
     records = itertools.chain.from_iterable(map(_file_records, files))
-    return None if None in totals else sum(filter(None, totals)), records
+    return None if None in totals else sum(filter(None, totals)), records, False
 
 
 def local_files(source: Source) -> list[Path]:
@@ -231,21 +259,47 @@ def _bundled_rows(source: Source, answers: bool) -> list[Any]:
     return list(bundled.rows(source.split, answers=answers))
 
 
-def _hub_rows(source: Source) -> Any:
+def _hub_rows(source: Source, share: Share | None) -> tuple[Any, bool]:
+    """The rows of a hub data set, and whether they are those of the share alone."""
     import datasets
-    from datasets.exceptions import DatasetsError
+    from datasets.distributed import split_dataset_by_node
 
     name = display_name(source)
+    # a limit of rows must not download the whole set
+    streaming = source.limit is not None or share is not None
     try:
-        # a limit of rows must not download the whole set
-        streaming = source.limit is not None
         rows = datasets.load_dataset(source.source, source.subset, split=source.split, streaming=streaming)
-    except (OSError, ValueError, RuntimeError, DatasetsError) as error:
+    except _hub_faults() as error:
         raise DataError(
             f"The data set {name!r} can't be loaded ({_first_line(error)}); check its id, subset and split, or give a "
             "local file."
         ) from None
-    return rows
+    if share is None or source.limit is not None:
+        return rows, False
+    assert isinstance(rows, datasets.IterableDataset)
+    rows = rows.shuffle(seed=zlib.crc32(share.order.encode()), buffer_size=1)  # the order of its files
+    if rows.num_shards % share.world_size:
+        return rows, False
+    return split_dataset_by_node(rows, share.rank, share.world_size), True
+
+
+def _from_hub(name: str, rows: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    number = 0
+    try:
+        for number, row in enumerate(rows, start=1):
+            yield f"{name}:{number}", row
+    except _hub_faults() as error:  # datasets has tried again for minutes
+        raise DataError(
+            f"The data set {name!r} broke off after {number} rows ({_first_line(error)}); run the same command again, "
+            "or give a local file."
+        ) from None
+
+
+def _hub_faults() -> tuple[type[Exception], ...]:
+    import httpx2
+    from datasets.exceptions import DatasetsError
+
+    return OSError, ValueError, RuntimeError, DatasetsError, httpx2.HTTPError
 
 
 def _first_line(error: Exception) -> str:

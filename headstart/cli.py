@@ -87,6 +87,9 @@ def build_parser() -> argparse.ArgumentParser:
     verb.add_argument("--output", required=True, metavar="FILE", help="where the conversations go (.jsonl)")
     verb.add_argument("--limit", type=_positive, metavar="N", help="answer the first N prompts of each source only")
     verb.add_argument("--features", metavar="DIR", help="keep the target's states of its answers in this cache too")
+    verb.add_argument("--server", metavar="URL", help="let vLLM, SGLang or `transformers serve` answer: docs/data.md")
+    verb.add_argument("--model", metavar="NAME", help="its name on the server; default: the one that it serves")
+    verb.add_argument("--timeout", type=float, metavar="S", help="seconds that the server has for one answer (600)")
     _add_device(verb)
 
     verb = _verb(data_verbs, "features", _data_features, "write the target's states, for training without the target")
@@ -232,6 +235,10 @@ def _data_distill(arguments: argparse.Namespace) -> None:
     from headstart.recipe import load_recipe, refuse_unbuilt
 
     recipe = load_recipe(arguments.recipe, arguments.set)
+    if arguments.server:
+        _distill_on_server(arguments, recipe)
+        return
+    _refuse_options(arguments, "without --server", "model", "timeout")
     refuse_unbuilt(recipe)
     from headstart.scripts import distill
 
@@ -243,6 +250,24 @@ def _data_distill(arguments: argparse.Namespace) -> None:
         dtype=arguments.dtype,
         features=arguments.features,
     )
+
+
+def _distill_on_server(arguments: argparse.Namespace, recipe: Any) -> None:
+    _refuse_options(arguments, "with --server", "features", "device", "dtype")
+    timeout = 600.0 if arguments.timeout is None else arguments.timeout
+    if not timeout > 0:
+        raise RecipeError(f"--timeout is {timeout:g}, expected seconds above 0.")
+    from headstart.scripts import distill
+
+    distill.run_on_server(
+        recipe, arguments.output, arguments.server, model=arguments.model, timeout=timeout, limit=arguments.limit
+    )
+
+
+def _refuse_options(arguments: argparse.Namespace, when: str, *names: str) -> None:
+    for name in names:
+        if getattr(arguments, name) is not None:
+            raise RecipeError(f"--{name} has no meaning {when}; leave it out.")
 
 
 def _data_features(arguments: argparse.Namespace) -> None:

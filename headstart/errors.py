@@ -6,6 +6,8 @@ import errno
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -77,6 +79,17 @@ def disk_fault(error: OSError) -> HeadstartError | None:
         f"{place} cannot be written or read ({error.strerror[0].lower()}{error.strerror[1:]}); "
         "make room or mend its permissions, or name another place, with --output where files are written"
     )
+
+
+@contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Gives an OSError from within the file that it is about; a write to a full disk doesn't name it."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = os.fspath(path)
+        raise
 
 
 def refuse_unwritable(folder: str | os.PathLike[str]) -> None:

@@ -143,6 +143,14 @@ class DataSection(Config):
     packing: bool = True
     """Fill sequences with several conversations, kept apart exactly. false: pad, which wastes time on short ones."""
 
+    streaming: bool = False
+    """Read and render the training conversations while training, each process its own, instead of all beforehand: for
+    sets that fit in no memory. Needs `train.max_steps`, since nobody knows how many rows there are."""
+
+    buffer: int = Field(default=4096, ge=1)
+    """With `streaming`: rows that each process holds, which are shuffled and packed among themselves. More mix better;
+    the first so many rows also choose the draft vocabulary."""
+
     features: Literal["online", "offline", "hybrid"] = "online"
     """`online` runs the target in every step. `offline` reads its states from a cache on disk, which `headstart data
     features` writes beforehand, and loads none of its layers: the fastest where several heads learn from the same data.
@@ -297,6 +305,14 @@ class Recipe(Config):
 
     export: ExportSection = ExportSection()
     """Where it goes."""
+
+    @model_validator(mode="after")
+    def _check_streaming(self) -> Recipe:
+        if self.data.streaming and self.train.max_steps is None:
+            raise ValueError("`data.streaming` needs `train.max_steps`, since nobody knows how many rows there are")
+        if self.data.streaming and self.data.features == "offline":
+            raise ValueError("`data.streaming` reads rows that no cache holds: set `data.features` to online or hybrid")
+        return self
 
     def to_yaml(self) -> str:
         """Every key with its value, defaults included: the effective recipe, which `load_recipe` reads back alike."""

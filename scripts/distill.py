@@ -2,8 +2,10 @@
 
     headstart data distill --recipe smollm2-medusa.yaml --output distilled/smollm2.jsonl
     headstart data distill --recipe smollm2-eagle3.yaml --output distilled/smollm2.jsonl --features features/smollm2
+    headstart data distill --recipe llama8b.yaml --output distilled/llama8b.jsonl --server http://localhost:8000
 
-Needs the target whole on one device. Killed and started again with the same words, it goes on where it stopped.
+Needs the target whole on one device, or a server that has it. Killed and started again with the same words, it goes on
+where it stopped.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from headstart.data.distill import Answer, Generate, Question
 from headstart.data.feature_cache import FeatureWriter
 from headstart.data.feature_codec import FINAL, state_name
 from headstart.data.feature_key import cache_key
+from headstart.data.prepare import published_config
 from headstart.data.rendering import ChatRenderer
+from headstart.data.server import Server
 from headstart.data.sources import SkipReport
 from headstart.decode.decode_copy import make_faster
 from headstart.decode.drafters.base import Committed, NoDraft, Request, Rows
@@ -31,6 +35,7 @@ from headstart.decode.engine import Engine, Generation
 from headstart.decode.sampling import SamplingSettings
 from headstart.decode.selfcheck import check_target
 from headstart.errors import DataError
+from headstart.loading import load_tokenizer
 from headstart.recipe import Recipe
 from headstart.recipe_target import load_recipe_target
 from headstart.scripts.features import wanted_layers
@@ -53,10 +58,7 @@ def run(
     target, _ = load_recipe_target(recipe, device=device, dtype=dtype)
     settings = recipe.data.distill
     if settings.max_new_tokens >= target.max_positions:
-        raise DataError(
-            f"answers of data.distill.max_new_tokens {settings.max_new_tokens} leave no room for a prompt in the "
-            f"{target.max_positions} positions of {target.name}; set it to {max(1, target.max_positions // 2)} or so"
-        )
+        raise _no_room(settings.max_new_tokens, target.max_positions, target.name)
     check_target(target)
     with ExitStack() as opened:
         drafter, capture = NoDraft(), None
@@ -80,6 +82,49 @@ def run(
     if capture is not None:
         print(f"features in {features}: {capture.summary()}")
     return report
+
+
+def run_on_server(
+    recipe: Recipe, output: str | Path, url: str, *, model: str | None = None, timeout: float, limit: int | None = None
+) -> SkipReport:
+    """Let a server with the OpenAI protocol answer, `data.distill.batch_size` questions at once; only the tokenizer of
+    the target is loaded here. model: its name there; None: the one that it serves. timeout: seconds for one answer."""
+    section, settings = recipe.target, recipe.data.distill
+    server = Server(
+        url,
+        model,
+        concurrency=settings.batch_size,
+        max_new_tokens=settings.max_new_tokens,
+        temperature=settings.temperature,
+        template_arguments=recipe.data.chat.arguments,
+        timeout=timeout,
+    )
+    served = server.connect()
+    print(f"{server.model} at {server.url} answers, {server.concurrency} questions at once")
+    tokenizer = load_tokenizer(section.name, trust_remote_code=section.trust_remote_code, revision=section.revision)
+    config = published_config(tokenizer, section.trust_remote_code)
+    lengths = [length for length in (served, getattr(config, "max_position_embeddings", None)) if length]
+    if lengths and settings.max_new_tokens >= min(lengths):
+        raise _no_room(settings.max_new_tokens, min(lengths), server.model or url)
+    report = distill.run(
+        recipe,
+        output,
+        tokenizer=tokenizer,
+        generate=server.answer,
+        limit=limit,
+        max_prompt_tokens=min(lengths) - settings.max_new_tokens if lengths else None,
+        served_as=server.model,
+    )
+    if sentence := server.summary():
+        print(sentence)
+    return report
+
+
+def _no_room(max_new_tokens: int, positions: int, name: str) -> DataError:
+    return DataError(
+        f"answers of data.distill.max_new_tokens {max_new_tokens} leave no room for a prompt in the {positions} "
+        f"positions of {name}; set it to {max(1, positions // 2)} or so"
+    )
 
 
 class Recording(NoDraft):

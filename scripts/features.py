@@ -62,6 +62,8 @@ def run(
     recipe's head reads. limit: the first so many rows of each source. head: a trained one, on which the cost of the
     storage is measured.
     """
+    if recipe.data.streaming:
+        raise DataError("a stream's rows are not known beforehand; --set data.streaming=false, or data.features=hybrid")
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     say = print if not rank else (lambda *words, **options: None)
     target, _ = load_recipe_target(recipe, device=device or _own_device())

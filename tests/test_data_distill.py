@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from headstart.data import distill as distill_module
 from headstart.data.distill import Answer, Question, distill
 from headstart.data.distill import run as run_distill
 from headstart.data.messages import Conversation
 from headstart.data.prepare import prepare
 from headstart.data.rendering import ChatRenderer, decode, label_runs
-from headstart.errors import DataError
-from headstart.recipe import ChatSection, Recipe
+from headstart.data.reports import SkipReport
+from headstart.data.sources import read
+from headstart.errors import DataError, disk_fault
+from headstart.recipe import ChatSection, Recipe, Source
 from tests import tiny
 
 SETTINGS = {"target": "tiny", "temperature": 0.0}
@@ -75,6 +81,7 @@ def test_a_row_per_prompt_with_the_targets_words(tmp_path):
         "messages": [{"role": "user", "content": "q1"}, {"role": "assistant", "content": "Q1"}],
         "cut": False,
         "temperature": 0.0,
+        "check": "crc32:4a98c8a8",
     }
     assert (report.rows, report.kept, len(rows)) == (2, 2, 2)
 
@@ -107,7 +114,10 @@ def test_the_prompt_of_a_question_holds_the_answers_before_it(tmp_path):
     assert decode(render.tokenizer, asked[1].prompt_ids).startswith(
         "<system>S<|turn_end|>\n<user>a<|turn_end|>\n<assistant>A"
     )
-    assert [len(question.messages) for question in asked] == [1, 3]
+    assert [len(question.messages) for question in asked] == [
+        2,
+        4,
+    ]  # as a server is told them, which adds no system turn of a recipe
 
 
 def test_other_peoples_answers_are_left_out_and_system_turns_kept(tmp_path):
@@ -292,3 +302,80 @@ def test_the_engine_answers_in_batches(tmp_path):
         assert row["cut"] == (plain[-1] not in target.end_token_ids)
         words = decode(target.tokenizer, plain if row["cut"] else plain[:-1])
         assert row["messages"][1]["content"] == (words.rstrip("\ufffd") if row["cut"] else words)
+
+
+def test_a_full_disk_keeps_whole_rows_and_the_same_command_goes_on(tmp_path, monkeypatch):
+    """Planted at the write: the fourth line fits in part."""
+    output = tmp_path / "out.jsonl"
+    prompts = [prompt(number) for number in range(6)]
+    written: list[bytes] = []
+
+    def until_full(lines: FileIO, line: bytes) -> None:
+        written.append(line)
+        if len(written) == 4:
+            lines.write(line[:20])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        lines.write(line)
+
+    monkeypatch.setattr(distill_module, "_append", until_full)
+    with pytest.raises(OSError) as caught:
+        answered(prompts, output)
+    sentence = str(disk_fault(caught.value))
+    assert sentence.startswith(f"{output} cannot be written or read (no space left on device); make room")
+    assert output.read_bytes() == b"".join(written[:3]) + written[3][:20]
+    monkeypatch.undo()
+    _, rows = answered(prompts, output)
+    assert [row["row_id"] for row in rows] == [f"row {number}" for number in range(6)]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_full_disk_in_earnest(tmp_path):
+    folder = tmp_path / "small"
+    folder.mkdir()
+    small = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if subprocess.run(small, capture_output=True).returncode:
+        pytest.skip("this container may not mount")
+    try:
+        output, prompts = folder / "out.jsonl", [prompt(number, "x" * 1000) for number in range(40)]
+        with pytest.raises(OSError) as caught:
+            answered(prompts, output)
+        assert str(output) in str(disk_fault(caught.value))
+        whole = output.read_bytes().count(b"\n")
+        assert 10 < whole < 40
+        moved = tmp_path / "out.jsonl"
+        for name in (output.name, f"{output.name}.settings.json"):
+            shutil.copy(folder / name, tmp_path / name)
+        _, rows = answered(prompts, moved)
+        assert [row["row_id"] for row in rows] == [f"row {number}" for number in range(40)]
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_damaged_line_is_never_learnt_from_and_named_when_going_on(tmp_path):
+    """Every single flipped bit of a line, and a file that lost its end."""
+    output = tmp_path / "out.jsonl"
+    prompts = [prompt(number) for number in range(3)]
+    answered(prompts, output)
+    good = output.read_bytes()
+    line = good.splitlines(keepends=True)[1]
+    copy, source = tmp_path / "copy.jsonl", Source(source=str(tmp_path / "copy.jsonl"))
+    for bit in range(0, 8 * len(line), 5):
+        flipped = bytearray(line)
+        flipped[bit // 8] ^= 1 << bit % 8
+        copy.write_bytes(bytes(flipped))
+        reports: dict[str, SkipReport] = {}
+        found = list(read(source, reports))
+        assert all(texts({"messages": one.messages}) == ["q1", "Q1"] for one in found)
+        assert sum(report.kept for report in reports.values()) == len(found)
+    flip = good.replace(b'"Q1"', b'"P1"')
+    output.write_bytes(flip)
+    with pytest.raises(
+        DataError, match="out.jsonl:2 is no line that distilling wrote, or was damaged since; take it out"
+    ):
+        answered(prompts, output)
+    reports = {}
+    assert [one.row_id for one in read(Source(source=str(output)), reports)] == ["row 0", "row 2"]
+    assert "changed since it was written" in reports[str(output)].summary()
+    output.write_bytes(good[: len(good) - len(line) // 2])
+    _, rows = answered(prompts, output)
+    assert output.read_bytes() == good and len(rows) == 3

@@ -42,13 +42,15 @@ class Progress:
     """Where a run stands.
 
     step: optimiser steps done. epoch, position: the pass over the data, and how many of its micro-batches all ranks
-    together have read. tokens: tokens read, padding apart. empty_steps: steps in which no label was scored, and
-    nothing was changed. best_value: the lowest held-out loss (or what `best_metric` names), met at best_step.
+    together have read; window: of a stream, in which `position` then counts. tokens: tokens read, padding apart.
+    empty_steps: steps in which no label was scored, and nothing was changed. best_value: the lowest held-out loss (or
+    what `best_metric` names), met at best_step.
     """
 
     step: int = 0
     epoch: int = 0
     position: int = 0
+    window: int = 0
     tokens: int = 0
     empty_steps: int = 0
     best_step: int | None = None
@@ -121,7 +123,8 @@ def load_checkpoint(
     head.load_state_dict(load_head(folder, target).state_dict())
     load_optimizer_tensors(optimizer, head, load_file(folder / "optimizer.safetensors"))
     set_random_state(load_file(folder / _random_name(accelerator.process_index)))
-    return Progress(**{name: state[name] for name in Progress.__dataclass_fields__})
+    known = {name: state[name] for name in Progress.__dataclass_fields__ if name in state}  # an older one has no window
+    return Progress(**known)
 
 
 def latest_checkpoint(checkpoints: Path) -> Path | None:

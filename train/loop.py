@@ -25,7 +25,7 @@ from headstart.train.calibrate import steps_within
 from headstart.train.checkpoint import Progress, latest_checkpoint, load_checkpoint, save_best, save_checkpoint
 from headstart.train.curriculum import stages
 from headstart.train.features import FeatureSource, feature_source
-from headstart.train.feed import Feed
+from headstart.train.feed import open_feed
 from headstart.train.forecasting import Forecaster
 from headstart.train.held_out import evaluate, report, shares
 from headstart.train.lr_schedule import Schedule
@@ -59,7 +59,7 @@ class Training:
         self.features = features or feature_source(recipe, target, head.wants, (rows, held_out), rank=rank)
         module = TrainModule(target, head, parse_dtype(recipe.train.dtype, accelerator.device), self.features).train()
         self.module, self.optimizer = accelerator.prepare(module, make_optimizer(recipe.train, head))
-        self.feed = Feed(rows, recipe, rank=accelerator.process_index, world_size=accelerator.num_processes)
+        self.feed = open_feed(rows, recipe, rank=accelerator.process_index, world_size=accelerator.num_processes)
         offline = recipe.data.features == "offline"  # without its layers there is no target whose costs to measure
         self.forecaster = Forecaster(target, held_out) if len(held_out) and not offline else None
         self.progress = Progress()
