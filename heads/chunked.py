@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from headstart.device_kind import device_kind
 from headstart.heads.base import NUM_RANKS, Alignment, HeadOutput
 from headstart.heads.losses import Teacher, label_ranks, log_softmax, loss_and_gradient, needs_teacher
 
@@ -58,7 +59,7 @@ class ChunkedLoss:
     def chunks(self) -> list[slice]:
         """The predicted tokens in pieces whose logits may be in memory together."""
         count, depth = self.alignment.scored.shape
-        budget = _CHUNK_ELEMENTS.get(self.final.device.type, 1 << 25)
+        budget = _CHUNK_ELEMENTS.get(device_kind(self.final.device), 1 << 25)
         size = self.chunk_tokens or max(_LEAST_TOKENS, budget // (depth * self.vocab_size))
         return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
