@@ -29,6 +29,7 @@ from headstart.data.packing import TokenBatch
 from headstart.device_kind import device_kind, pretend
 from headstart.errors import HeadstartError, TargetError
 from headstart.heads.base import Head
+from headstart.heads.chunked import LOGITS
 from headstart.heads.configs import DraftConfig, EagleConfig, UnrolledConfig
 from headstart.heads.draft import as_student
 from headstart.heads.starting import as_used
@@ -44,7 +45,7 @@ from headstart.train.optimisers import make_optimizer
 from headstart.train.stepping import TrainModule
 
 TARGET, HEAD, GRADIENTS, OPTIMIZER = "target", "head", "gradients", "optimizer"
-FORWARD, STEP, FEATURES, LOGITS = "target forward", "step", "features", "logits"
+FORWARD, STEP, FEATURES = "target forward", "step", "features"
 WORKING = (FORWARD, STEP, FEATURES, LOGITS)
 """Labels of what comes and goes within a step, gradients apart."""
 
@@ -82,7 +83,7 @@ class Footprint:
     features: int
     """The target's states that the head reads."""
     logits: int
-    """All that lives at once over the draft vocabulary: a chunk of logits, its probabilities, its gradient."""
+    """What one chunk of the loss makes and forgets: logits, probabilities, the teacher's, gradients."""
     activations: int
     """The most of all else: what the target's layers make and forget, what autograd keeps for the head."""
     working: int
@@ -209,7 +210,6 @@ class _Stage:
         optimizer.step()  # makes its state
         rehearsal.relabel(list(optimizer.state.values()), OPTIMIZER)
         optimizer.zero_grad(set_to_none=True)
-        rehearsal.widths = dict.fromkeys((self.head.draft_vocab_size, self.head.vocab_size), LOGITS)
         batch = whole_batch(self.recipe)
 
         self.head.set_share(_longest(self.recipe))
@@ -231,9 +231,9 @@ class _Stage:
         head_flops, begin = 0.0, 0.0
         for stage in stages(self.head.config):
             self.head.set_share(begin)
-            before = rehearsal.flops[STEP]
+            before = self._head_flops()
             self._take_step(batch)
-            head_flops += (stage.until - begin) * (rehearsal.flops[STEP] - before)
+            head_flops += (stage.until - begin) * (self._head_flops() - before)
             begin = stage.until
         return Footprint(
             target=target_sizes(self.target),
@@ -247,6 +247,9 @@ class _Stage:
             target_flops=target_flops,
             head_flops=round(head_flops),
         )
+
+    def _head_flops(self) -> int:
+        return self.rehearsal.flops[STEP] + self.rehearsal.flops[LOGITS]
 
     def _take_step(self, batch: TokenBatch) -> None:
         """Forward and backward of one micro-batch, counted from its start."""

@@ -16,13 +16,13 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
@@ -78,12 +78,12 @@ class Rehearsal(TorchDispatchMode):
     """While entered, operations on floats are rehearsed; see the module's docstring.
 
     ledger: the bytes of every storage that was made inside, by the label that stood when it was made; first of all
-    `label`. flops: by the same labels. widths: labels of floats whose last axis is so wide, whatever label stands.
+    `label`. flops: by the same labels.
     """
 
     def __init__(self, label: str):
         super().__init__()
-        self.ledger, self.flops, self.widths = Ledger(), Counter[str](), dict[int, str]()
+        self.ledger, self.flops = Ledger(), Counter[str]()
         self._label = label
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._blocks: dict[int, int] = {}
@@ -137,15 +137,25 @@ class Rehearsal(TorchDispatchMode):
         size = storage.nbytes()
         if key in self._blocks or not size:
             return
-        wide = tensor.dim() > 1 and tensor.is_floating_point()
-        label = self.widths.get(tensor.shape[-1], self._label) if wide else self._label
-        block = self._blocks[key] = self.ledger.take(size, label)
+        block = self._blocks[key] = self.ledger.take(size, self._label)
 
         def freed() -> None:
             del self._blocks[key]
             self.ledger.free(block, size)
 
         weakref.finalize(storage, freed).atexit = False
+
+
+def rehearsing() -> Rehearsal | None:
+    """The rehearsal that is on; None: everything is real."""
+    modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Rehearsal)]
+    return modes[-1] if modes else None
+
+
+def region(label: str) -> AbstractContextManager[None]:
+    """Tells whoever counts what the code inside is for; costs nothing where nobody does."""
+    rehearsal = rehearsing()
+    return nullcontext() if rehearsal is None else rehearsal.label(label)
 
 
 def _key(tensor: Tensor) -> int:
