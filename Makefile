@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -q
 WORKERS ?= 2
 
-.PHONY: setup lint test test-slow quickstart bench-medusa bench-smollm2 bench-heads bench-train soak clean
+.PHONY: setup lint test test-slow quickstart bench-medusa bench-smollm2 bench-heads bench-train bench-memory bench-growth soak clean
 
 setup: $(VENV)/.ready
 
@@ -51,6 +51,13 @@ bench-heads: setup
 
 bench-train: setup
 	OMP_NUM_THREADS=1 $(PY) -m headstart.eval.bench_train --output runs/train_speed.json
+
+# Live bytes of a real step beside the foretold ones, and how a token's cost grows: the figures of docs/scale.md.
+bench-memory: setup
+	OMP_NUM_THREADS=1 $(PY) -m headstart.eval.bench_memory --output runs/memory.json
+
+bench-growth: setup
+	OMP_NUM_THREADS=1 $(PY) -m headstart.eval.bench_growth --output runs/growth.json
 
 soak: setup
 	OMP_NUM_THREADS=1 $(PY) tests/soak.py --minutes 30 --output runs/soak.json

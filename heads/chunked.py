@@ -16,11 +16,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from headstart.device_kind import device_kind
 from headstart.heads.base import NUM_RANKS, Alignment, HeadOutput
 from headstart.heads.losses import Teacher, label_ranks, log_softmax, loss_and_gradient, needs_teacher
+from headstart.rehearsal import region
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
 """Logits per chunk: on a CPU what the caches still serve, on a GPU what keeps its multiprocessors busy."""
+LOGITS = "logits"
+"""What a chunk holds, in the words of a rehearsal."""
 _LEAST_TOKENS = 16
 """Predicted tokens in a chunk at least: with fewer, reading the output rows costs more than using them."""
 
@@ -58,7 +62,7 @@ class ChunkedLoss:
     def chunks(self) -> list[slice]:
         """The predicted tokens in pieces whose logits may be in memory together."""
         count, depth = self.alignment.scored.shape
-        budget = _CHUNK_ELEMENTS.get(self.final.device.type, 1 << 25)
+        budget = _CHUNK_ELEMENTS.get(device_kind(self.final.device), 1 << 25)
         size = self.chunk_tokens or max(_LEAST_TOKENS, budget // (depth * self.vocab_size))
         return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
@@ -78,8 +82,9 @@ class _Chunked(torch.autograd.Function):
         # states and output weights are brought to the target's dtype by hand, as they are while drafting
         with torch.autocast(states.device.type, enabled=False):
             leaves = [parameter.detach().to(work.final.dtype).requires_grad_(learns) for parameter in parameters]
-            for chunk in work.chunks():
-                _add_chunk(sums, work, chunk, depth_weights, states.detach(), leaves)
+            with region(LOGITS):
+                for chunk in work.chunks():
+                    _add_chunk(sums, work, chunk, depth_weights, states.detach(), leaves)
         ctx.save_for_backward(*(sums.gradients or []))
         ctx.mark_non_differentiable(sums.loss, sums.hits)
         ctx.set_materialize_grads(False)

@@ -46,8 +46,9 @@ def as_used(config: Config, target: Target) -> Config:
     }
     if isinstance(config, Eagle3Config):
         values["layers"] = _default_layers(target.num_layers)
-    if isinstance(config, EagleConfig):
+    if isinstance(config, EagleConfig) and config.embedding_scale is None:
         values["embedding_scale"] = _power_of_two(1 / embedding_scale(target))
+    if isinstance(config, EagleConfig) and config.feature_scale is None:
         values["feature_scale"] = _power_of_two(1 / Scales.measure(target).of(None))
     open_values = {name: value for name, value in values.items() if getattr(config, name) is None}
     if isinstance(config, Eagle3Config) and config.layers is not None and config.layers[-1] > target.num_layers:

@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headstart.data.packing import TokenBatch
+from headstart.device_kind import device_kind
 from headstart.heads.draft_layer import Key, Query
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -74,7 +75,7 @@ class UnrolledAttention:
     """
 
     def __init__(self, batch: TokenBatch, rows: Int[Tensor, "rows"] | None = None, *, eager: bool | None = None):
-        eager = batch.input_ids.device.type != "cpu" if eager is None else eager
+        eager = device_kind(batch.input_ids.device) != "cpu" if eager is None else eager
         self._shape, self._rows = batch.input_ids.shape, rows
         self._allowed = batch.attention()[0] if eager else None
         self._spans = [] if eager else spans(batch)

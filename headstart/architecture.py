@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from transformers import (
 )
 
 from headstart.errors import TargetError
+from headstart.rehearsal import rehearsing
 
 if TYPE_CHECKING:
     from headstart.target import Target
@@ -225,7 +227,7 @@ def with_layers(config: PreTrainedConfig, kept: Sequence[int]) -> PreTrainedConf
 
 def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
     """A model whose parameters have shapes and no memory; its buffers (rotary frequencies) are there."""
-    with init_empty_weights(include_buffers=False):
+    with nullcontext() if rehearsing() else init_empty_weights(include_buffers=False):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model
 

@@ -77,6 +77,17 @@ def build_parser() -> argparse.ArgumentParser:
     verb.add_argument("--accelerate", metavar="FILE", help="launch configuration, such as eight-gpu.yaml")
     verb.add_argument("--cpu", action="store_true", help="one process on the CPU, also where there is a GPU")
 
+    verb = _verb(verbs, "plan", _plan, "what training a recipe will take: memory by part, disk, hours; no GPU needed")
+    _add_recipe(verb)
+    verb.add_argument("--gpus", type=_positive, default=1, metavar="N", help="how many there will be (%(default)s)")
+    verb.add_argument("--memory", default="80GB", metavar="SIZE", help="of one GPU, as 80GB or 80GiB (%(default)s)")
+    verb.add_argument("--tflops", type=float, metavar="X", help="peak of one GPU in the recipe's dtype; default: H100")
+    verb.add_argument("--utilisation", type=float, default=0.4, metavar="S", help="share of it reached (%(default)s)")
+    verb.add_argument("--bandwidth", metavar="SIZE", help="between GPUs, a second; default: 450GB, beyond 8 GPUs 50GB")
+    verb.add_argument("--rows", type=_count, metavar="N", help="training rows, where they cannot be counted here")
+    verb.add_argument("--tokens", type=_count, metavar="N", help="training tokens in a pass, the same; 2e9 will do")
+    verb.add_argument("--output", metavar="FILE", help="where the figures go (.json)")
+
     data = verbs.add_parser("data", help="look at the training data; let the target answer the prompts itself")
     data_verbs = data.add_subparsers(title="verbs", metavar="VERB", required=True)
     verb = _verb(data_verbs, "prepare", _data_prepare, "rows kept and skipped, and what is learnt from, for a recipe")
@@ -213,6 +224,25 @@ def _train(arguments: argparse.Namespace) -> None:
     # this process becomes the launcher: signals and the exit status need no passing on
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *words[1:]]
     os.execve(sys.executable, command, {**os.environ, **variables})
+
+
+def _plan(arguments: argparse.Namespace) -> None:
+    from headstart.recipe import load_recipe
+
+    recipe = load_recipe(arguments.recipe, arguments.set)
+    from headstart.scripts import plan
+
+    plan.run(
+        recipe,
+        gpus=arguments.gpus,
+        memory=arguments.memory,
+        tflops=arguments.tflops,
+        utilisation=arguments.utilisation,
+        bandwidth=arguments.bandwidth,
+        rows=arguments.rows,
+        tokens=arguments.tokens,
+        output=arguments.output,
+    )
 
 
 def _fetch_demo(arguments: argparse.Namespace) -> None:
@@ -466,6 +496,17 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"found {text}, expected a whole number above 0")
     return int(text)
+
+
+def _count(text: str) -> int:
+    """A whole number above 0, which may be written as 2e9."""
+    try:
+        number = float(text.replace("_", ""))
+    except ValueError:
+        number = 0.0
+    if not 1 <= number < 1e18 or number != int(number):
+        raise argparse.ArgumentTypeError(f"found {text}, expected a whole number above 0, such as 2000000 or 2e6")
+    return int(number)
 
 
 def _is_parallel_on_cpu(path: Path) -> bool:
