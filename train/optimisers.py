@@ -89,6 +89,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
                 views.append(view)
         self._muon.param_groups = [{**group, "params": views}]
         self._muon.step()
+        self._muon.param_groups = []  # else the views would keep this step's gradients through the next one
 
 
 def _two_groups(named: Sequence[tuple[str, Tensor]], first: Sequence[Tensor], decay: float) -> list[dict[str, Any]]:
