@@ -27,7 +27,7 @@ from headstart.borrowed import input_module, output_module
 from headstart.data.features import sequence_features
 from headstart.data.packing import TokenBatch
 from headstart.device_kind import device_kind, pretend
-from headstart.errors import HeadstartError, TargetError
+from headstart.errors import HeadError, HeadstartError, TargetError
 from headstart.heads.base import Head
 from headstart.heads.chunked import LOGITS
 from headstart.heads.configs import DraftConfig, EagleConfig, UnrolledConfig
@@ -135,7 +135,7 @@ def bare_head(recipe: Recipe, target: Target) -> Head:
     elif isinstance(config, DraftConfig):
         config = as_student(config, target)
     if size is not None and size > target.vocab_size:
-        raise HeadstartError(
+        raise HeadError(
             f"head.draft_vocab_size is {size}, the target has {target.vocab_size} output rows; lower it, or set null"
         )
     whole = size in (None, target.vocab_size)

@@ -36,6 +36,8 @@ _FLOPS = {
 }
 """Floating-point operations by operator, a multiplication with its addition as two; all others count none."""
 
+_INDEXING = (_aten.index, _aten.index_put, _aten.index_put_)
+
 
 class Ledger:
     """Which blocks of memory live when, and what each is for; one book for the foretold and for the measured."""
@@ -122,6 +124,8 @@ class Rehearsal(TorchDispatchMode):
         changed = _first_changed(function, arguments)
         if changed is not None and not isinstance(changed, FakeTensor) and not changed.is_floating_point():
             return changed  # counts of what was never computed
+        if function.overloadpacket in _INDEXING:
+            arguments = _with_places(*arguments)
         with self._fakes:
             result = function(*arguments, **keywords)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -160,6 +164,15 @@ def region(label: str) -> AbstractContextManager[None]:
 
 def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _with_places(tensor: Tensor, indices: Any, *others: Any) -> tuple[Any, ...]:
+    """Arguments of an indexing operator with the places that a mask chooses instead of the mask."""
+    places: list[Tensor | None] = []
+    for index in indices:
+        is_mask = isinstance(index, Tensor) and index.dtype == torch.bool and not isinstance(index, FakeTensor)
+        places += index.nonzero(as_tuple=True) if is_mask else [index]
+    return tensor, places, *others
 
 
 def _first_changed(function: Any, arguments: Any) -> Tensor | None:

@@ -60,7 +60,7 @@ def _table(recipe: Recipe, footprint: Footprint, found: Sequence[Placement], fig
     table.add_row("all", *(_gb(placement.total) for placement in found))
     table.add_row("fits", *("yes" if placement.fits else "no" for placement in found))
     table.add_row("tokens/s, all GPUs", *(f"{placement.tokens_per_second:,.0f}" for placement in found))
-    table.add_row("hours", *(f"{row['hours']:.1f}" for row in figures["placements"]))
+    table.add_row("hours", *(f"{row['hours']:.2f}" for row in figures["placements"]))
     return table
 
 

@@ -47,6 +47,8 @@ def launch_line(*words: str) -> tuple[dict[str, str], list[str]]:
         (["eval", "--help"], 0),
         (["eval"], 2),
         (["train", "--recipe", "lama70b.yaml"], 2),
+        (["plan", "--recipe", "lama70b.yaml"], 2),
+        (["plan", "--recipe", "llama70b.yaml", "--gpus", "0"], 2),
         (["train", "--recipe", "llama70b.yaml"], 2),
         (["train", "--recipe", "quickstart.yaml", "--set", "train.learnig_rate=1"], 2),
         (["data", "distill", "--recipe", "llama70b.yaml", "--output", "x.jsonl"], 2),

@@ -123,7 +123,7 @@ def test_the_page_and_its_figures(small, tmp_path, capsys):
 def test_what_is_assumed_of_the_length_is_said(small, capsys):
     assert cli.main([*small, "--rows", "10"]) == 0
     assert "10 rows, each as long as data.max_length (32): an upper limit" in capsys.readouterr().out
-    assert cli.main([*small, "--memory", "1MB"]) == 0
+    assert cli.main([*small, "--memory", "0.01MB"]) == 0
     page = " ".join(capsys.readouterr().out.split())
     assert "100,000,000 a pass, assumed" in page and "Nothing fits" in page and "replicate does not fit" in page
 
@@ -131,7 +131,8 @@ def test_what_is_assumed_of_the_length_is_said(small, capsys):
 def test_data_that_lie_here_are_counted(tmp_path, capsys):
     target = tiny.save(tmp_path / "target")
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"input_ids": [1, 2, 3, 4, 5, 6]}\n{"input_ids": [7, 8, 9, 10]}\n')
+    ids = [[1, 2, 3, 4, 5, 6], [7, 8, 9, 10]]
+    rows.write_text("".join(json.dumps({"input_ids": row, "loss_mask": [1] * len(row)}) + "\n" for row in ids))
     recipe = load_recipe(
         "llama8b.yaml",
         [f"target.name={target}", "target.architecture=null", "head.draft_vocab_size=64", "train.max_steps=50",

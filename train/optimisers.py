@@ -75,7 +75,6 @@ class MuonAndAdamW(torch.optim.Optimizer):
         """torch's Muon takes matrices alone, so it is handed views: of the weight, of its gradient and of the momentum
         that this optimiser keeps. Made anew each time, since a module may move its weights after it was built."""
         views = []
-        self._muon.state.clear()
         for parameter in group["params"]:
             if parameter.grad is None:
                 continue
@@ -89,6 +88,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
                 views.append(view)
         self._muon.param_groups = [{**group, "params": views}]
         self._muon.step()
+        # else the views would keep this step's gradients through the next one
+        self._muon.state.clear()
+        self._muon.param_groups = []
 
 
 def _two_groups(named: Sequence[tuple[str, Tensor]], first: Sequence[Tensor], decay: float) -> list[dict[str, Any]]:
