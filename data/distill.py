@@ -280,7 +280,7 @@ def _check_settings(output: Path, settings: dict[str, Any]) -> None:
     """Rows that were made with other settings are not to be mixed with new ones."""
     settings = json.loads(json.dumps(settings))
     beside = output.with_name(output.name + ".settings.json")
-    if beside.exists() and output.exists():
+    if beside.exists() and output.exists() and output.stat().st_size:
         earlier = json.loads(beside.read_text(encoding="utf-8"))
         for key in sorted({*earlier, *settings}):
             if earlier.get(key) != settings.get(key):

@@ -50,7 +50,7 @@ def served(tmp_path_factory) -> Iterator[str]:
             [sys.executable, "-c", start, *words, "--dtype", "float32"], stdout=log, stderr=log, cwd=folder
         )
     try:
-        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 300
+        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 600
         while time.monotonic() < deadline and server.poll() is None:
             try:
                 if httpx2.get(f"{url}/health", timeout=5).is_success:
@@ -77,7 +77,7 @@ def test_a_real_server_answers_and_a_killed_run_goes_on(served, tmp_path, monkey
     words = ["data", "distill", "--recipe", "served.yaml", "--output", str(output), "--server", served]
     words += ["--model", str(bundled.folder())]
     with subprocess.Popen([sys.executable, "-m", "headstart.cli", *words], start_new_session=True) as first:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 600
         while not rows(output) and first.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
         os.kill(first.pid, signal.SIGKILL)

@@ -26,6 +26,7 @@ from headstart.data.sources import Share, read
 from headstart.data.streaming import StreamedRows
 from headstart.errors import DataError, RecipeError
 from headstart.recipe import Recipe, Source, load_recipe, override
+from headstart.scripts import features
 from headstart.train.checkpoint import Progress
 from headstart.train.feed import StreamFeed
 from headstart.train.preparation import describe, start_processes
@@ -254,7 +255,10 @@ def test_a_recipe_that_cannot_stream_is_refused(tmp_path):
         load_recipe(tmp_path / "r.yaml")
     with pytest.raises(RecipeError, match="set `data.features` to online or hybrid"):
         load_recipe(tmp_path / "r.yaml", ["train.max_steps=5", "data.features=offline"])
-    assert load_recipe(tmp_path / "r.yaml", ["train.max_steps=5"]).data.buffer == 4096
+    made = load_recipe(tmp_path / "r.yaml", ["train.max_steps=5"])
+    assert made.data.buffer == 4096
+    with pytest.raises(DataError, match="a stream's rows are not known beforehand; --set data.streaming=false"):
+        features.run(made)
 
 
 def test_a_stream_without_a_row_to_learn_from_ends_in_a_sentence(tmp_path):
