@@ -216,15 +216,19 @@ def _model(name: _Name) -> DrafterPlan:
     _check_plan(name, "chain")
     if not name.place:
         raise RecipeError(f"drafter {name.whole!r} needs to know which; write model:MODEL, a hub id or a folder")
-    length = name.chain_length()
+    length, forecast, tuned_on = name.chain_length(), {}, None
+    student = Path(name.place) / "head"
+    if student.is_dir() and not name.plan and name.size == "auto":
+        tuned, forecast, tuned_on = choose_plan(student, None, "auto", name.rows)
+        length = max(1, tuned.num_nodes - 1)
 
     def make(target: Target) -> Drafter:
-        if (Path(name.place) / "head").is_dir():
+        if student.is_dir():
             allow = name.allow_other_target
             return student_drafter(name.place, target, length, drawn=name.drawn, allow_other_target=allow)
         return ModelDrafter(open_draft_model(name.place, target), target, length, drawn=name.drawn)
 
-    return DrafterPlan(name.whole, make, length + 1)
+    return DrafterPlan(name.whole, make, length + 1, forecast=forecast, tuned_on=tuned_on)
 
 
 def open_draft_model(place: str, target: Target) -> Target:

@@ -61,6 +61,8 @@ def find_named(head: str | Path | None = None, target: str | None = None, *, ove
             raise RecipeError("neither a head nor a target is named; add --head RUN or --target NAME")
     if name is not None:
         changes = [f"target.name={quoted(name)}", "target.architecture=null", *changes]
+    if run is None:  # the size that suits the quickstart's head says nothing of others
+        changes = ["eval.tree=auto", *changes]
     recipe = load_recipe(source, changes)
     return Named(recipe, run, folder, _template_notes(recipe, description))
 

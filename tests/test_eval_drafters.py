@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from headstart.decode.skips import Skips, save_skips
 from headstart.errors import HeadstartError
 from headstart.eval import measure
 from headstart.eval.drafters import plan_drafter
+from headstart.eval.trained import open_trained
 from headstart.heads.configs import DraftConfig
 from headstart.heads.store import build_head, save_head
 from headstart.target import Target
@@ -55,6 +57,24 @@ def _student(place: Path, target: Target) -> str:
     head = build_head(DraftConfig(num_layers=2), target)
     save_head(head, place / "student/head", fingerprint=target.fingerprint(), training_record={})
     return str(place / "student")
+
+
+def test_a_tuned_student_drafts_as_long_as_tuning_found_best(folders, tmp_path):
+    run = shutil.copytree(folders["student"], tmp_path / "run")
+    tuned = {"device": "cpu", "dtype": "float32", "best": 3, "choices": {"3": [[0], [0, 0]]}}
+    tuned["forecasts"] = {"3": {"acceptance_length": 1.4, "speedup": 1.1}}
+    (run / "head/trees.json").write_text(json.dumps(tuned))
+    plan = plan_drafter(f"model:{run}", None, "auto")
+    drafter = plan.make(tiny.target("llama"))
+    assert isinstance(drafter, StudentDrafter) and drafter.length == 2 and plan.budget == 3
+    assert plan.forecast["speedup"] == 1.1 and plan.tuned_on == ("cpu", "float32")
+    assert plan_drafter(f"model@chain4:{run}", None, "auto").budget == 5
+    assert plan_drafter(f"model:{run}", None, 8).budget == 8
+
+
+def test_without_a_run_every_drafter_has_its_own_size(folders):
+    assert open_trained(None, folders["target"]).recipe.eval.tree == "auto"
+    assert open_trained(None, folders["target"], overrides=["eval.tree=6"]).recipe.eval.tree == 6
 
 
 @pytest.mark.parametrize(
