@@ -31,12 +31,12 @@ import torch.multiprocessing as processes
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig
 
+from headstart.atomic import write_text
 from headstart.errors import HeadstartError, RecipeError
 from headstart.eval.figures import refuse_output
 from headstart.eval.footprint import bare_head, bare_target, whole_batch
 from headstart.loading import parse_dtype
 from headstart.recipe import Recipe, override
-from headstart.atomic import write_text
 from headstart.train.optimisers import make_optimizer
 from headstart.train.random_state import seed_everything
 from headstart.train.run_folder import environment
