@@ -51,7 +51,12 @@ bench-train: setup
 soak: setup
 	OMP_NUM_THREADS=1 $(PY) tests/soak.py --minutes 30 --output runs/soak.json
 
-test-slow: setup
+# DeepSpeed is built from its source, in about a minute: not a part of `make setup`
+$(VENV)/.deepspeed: $(VENV)/.ready
+	$(PIP) install -c constraints.txt --no-build-isolation deepspeed ninja
+	touch $@
+
+test-slow: $(VENV)/.deepspeed
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow -n $(WORKERS)
 
 clean:

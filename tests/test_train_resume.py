@@ -200,8 +200,8 @@ def test_rate_and_best_survive_a_resume(tmp_path, monkeypatch):
     )
     score = 1.0
 
-    def evaluate_as_told(module, rows, recipe, accelerator, *, step):
-        totals = evaluate(module, rows, recipe, accelerator, step=step)
+    def evaluate_as_told(wrapped, rows, recipe, *, step):
+        totals = evaluate(wrapped, rows, recipe, step=step)
         assert totals is not None
         totals.loss_sum = totals.token_count * (score if step == 40 else score + 0.2)
         return totals
@@ -236,7 +236,7 @@ def test_looking_at_held_out_rows_leaves_no_trace(tmp_path):
 
     def look_and_note() -> None:
         look()
-        modes.append(training.module.training and training.head.training)
+        modes.append(training.wrapped.module.training and training.head.training)
 
     training._evaluate = look_and_note
     training.finish()
