@@ -119,7 +119,8 @@ class DraftHead(Head):
                 self.output_bias.copy_(rows.bias)
 
     def recompute_activations(self) -> None:
-        self.decoder.gradient_checkpointing_enable({"use_reentrant": False})
+        decoder: Any = self.decoder  # a model of transformers, which does so layer by layer
+        decoder.gradient_checkpointing_enable({"use_reentrant": False})
 
     def forward(self, features: Features, batch: TokenBatch, embedding: Embedding, output: OutputHead) -> HeadOutput:
         """Loss and counts over all supervised tokens of the batch, each predicted from the true text before it; the
