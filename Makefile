@@ -17,8 +17,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PY) -m headstart.cli fetch-demo
 	touch $@
 
+# What the slow tests need besides; DeepSpeed is built from its source, in about a minute
 $(VENV)/.ready-slow: $(VENV)/.ready
 	$(PIP) install -c constraints.txt --group slow
+	$(PIP) install -c constraints.txt --no-build-isolation deepspeed ninja
 	touch $@
 
 lint: setup

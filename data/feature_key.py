@@ -21,6 +21,7 @@ from headstart.target import Target
 _MEND = {
     "target": "give the target that it was made with (target.name, target.revision)",
     "target dtype": "--set target.dtype={stored}",
+    "target.quantization": "--set target.quantization={stored}",
     "tokenizer": "give the tokenizer that it was made with (target.name, target.revision)",
     "chat template": "give the tokenizer that it was made with (target.name, target.revision)",
     "data.chat.arguments": "--set 'data.chat.arguments={stored}'",
@@ -49,9 +50,12 @@ def cache_key(target: Target, recipe: Recipe, layers: Sequence[int], storage: st
     tokenizer = dict(facts["tokenizer"])
     template = tokenizer.pop("template")
     chat = recipe.data.chat
+    quantization = recipe.target.quantization
     key = {
         "target": {part: facts[part] for part in ("shape", "config", "weights")},
         "target dtype": str(target.dtype).removeprefix("torch."),
+        # of another quantisation the fingerprint says nothing; a plain target's key is as it was before there was any
+        "target.quantization": None if quantization == "none" else quantization,
         "tokenizer": tokenizer,
         "chat template": template,
         "data.chat.arguments": chat.arguments,

@@ -38,7 +38,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
 
 from headstart.allocator import keep_freed_memory
 from headstart.data.packing import RowStore, TokenBatch, collate
@@ -62,6 +61,7 @@ from headstart.train.preparation import count_labels
 from headstart.train.random_state import seed_everything
 from headstart.train.run_folder import environment
 from headstart.train.stepping import Totals, TrainModule, optimiser_step
+from headstart.train.wrapping import Wrapped, wrap
 
 SETTINGS = ("data.max_length=512", "data.packing=true", "train.batch_size=1", "train.accumulation=1")
 THREE_STEPS = "head.unrolled_steps=3"
@@ -146,10 +146,10 @@ def measure(
     states = OnlineFeatures(target, head.wants, 2**34)
     module = TrainModule(target, head, parse_dtype(dtype), states).train()
     accelerator = Accelerator(cpu=True, mixed_precision="no")
-    optimizer = make_optimizer(recipe.train, head)
+    wrapped = wrap(accelerator, module, make_optimizer(recipe.train, head))
     batches = [collate(rows, batch) for batch in plan_batches(rows, recipe)[: min(steps, 16)]]
     for batch in batches:  # the first pass fills the memory, and allocates
-        _take_step(module, optimizer, batch, accelerator, recipe)
+        _take_step(wrapped, batch, recipe)
     shape = StepShape.of(head)
     peak, seconds, flops, tokens, labels = 0.0, [], {}, 0, 0
     for number in range(steps):
@@ -157,7 +157,7 @@ def measure(
             peak = max(peak, matmul_peak(parse_dtype(dtype), sizes))
         batch = batches[number % len(batches)]
         start = time.process_time()
-        totals = _take_step(module, optimizer, batch, accelerator, recipe)
+        totals = _take_step(wrapped, batch, recipe)
         seconds.append(time.process_time() - start)
         for part, count in step_flops(shape, batch.input_ids.numel(), *_unrolled(head, batch)).items():
             flops[part] = flops.get(part, 0) + count
@@ -177,13 +177,8 @@ def measure(
     }
 
 
-def _take_step(
-    module: nn.Module, optimizer: Any, batch: TokenBatch, accelerator: Accelerator, recipe: Recipe
-) -> Totals:
-    settings = recipe.train
-    return optimiser_step(
-        module, optimizer, [batch], accelerator=accelerator, rate=settings.lr, clip=settings.clip, step=0
-    )[0]
+def _take_step(wrapped: Wrapped, batch: TokenBatch, recipe: Recipe) -> Totals:
+    return optimiser_step(wrapped, [batch], rate=recipe.train.lr, clip=recipe.train.clip, step=0)[0]
 
 
 def _unrolled(head: Head, batch: TokenBatch) -> tuple[int, int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,6 +15,7 @@ from headstart.borrowed import Embedding, OutputHead
 from headstart.data.packing import TokenBatch
 from headstart.errors import HeadError
 from headstart.heads.configs import HeadConfig
+from headstart.heads.recompute import Recomputing
 from headstart.heads.vocab import DraftVocab
 from headstart.target import Features, Target
 
@@ -21,9 +23,9 @@ NUM_RANKS = 10
 """Ranks 0..9 are counted: the top-1 to top-10 accuracies, and what a tree is tuned from."""
 
 
-@dataclass
-class HeadOutput:
-    """Sums and counts of one forward, never means: add them over micro-batches and ranks, then divide.
+class HeadOutput(NamedTuple):
+    """Sums and counts of one forward, never means: add them over micro-batches and ranks, then divide. (A tuple, since
+    ZeRO-3 and FSDP2 look for the tensors of an output in tuples and dicts alone, to gather weights for the backward.)
 
     A label is a supervised token of the text. `depth` d is the head or unrolled step that predicts the token d + 2
     behind the position it reads. A label outside the draft vocabulary is scored, is no hit at any rank, and adds no
@@ -163,6 +165,12 @@ class Head(nn.Module, ABC):
 
     def set_share(self, share: float) -> None:
         """How far the training is, from 0 to 1; for heads with a curriculum."""
+
+    def recompute_activations(self) -> None:
+        """From now on the inner activations are worked out again in the backward pass instead of being kept."""
+        for module in self.modules():
+            if isinstance(module, Recomputing):
+                module.recomputes = True
 
     @staticmethod
     @abstractmethod

@@ -118,6 +118,10 @@ class DraftHead(Head):
             if self.output_bias is not None and rows.bias is not None:
                 self.output_bias.copy_(rows.bias)
 
+    def recompute_activations(self) -> None:
+        decoder: Any = self.decoder  # a model of transformers, which does so layer by layer
+        decoder.gradient_checkpointing_enable({"use_reentrant": False})
+
     def forward(self, features: Features, batch: TokenBatch, embedding: Embedding, output: OutputHead) -> HeadOutput:
         """Loss and counts over all supervised tokens of the batch, each predicted from the true text before it; the
         target's features are read for its distribution alone."""

@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from headstart.errors import HeadError
 from headstart.heads.configs import UnrolledConfig
 from headstart.heads.dropout import dropout
+from headstart.heads.recompute import Recomputing
 
 Query = Float[Tensor, "lines heads rows width"]
 Key = Float[Tensor, "batch kv_heads seq width"]
@@ -147,7 +148,7 @@ class DraftAttention(nn.Module):
         return self.o_proj(gathered.transpose(1, 2).flatten(2))
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Recomputing):
     """down(silu(gate(x)) * up(x)). https://arxiv.org/abs/2002.05202"""
 
     def __init__(self, dim: int, inner: int):

@@ -22,11 +22,12 @@ from headstart.heads.chunked import ChunkedLoss
 from headstart.heads.configs import MedusaConfig
 from headstart.heads.dropout import dropout
 from headstart.heads.losses import needs_teacher
+from headstart.heads.recompute import Recomputing
 from headstart.heads.vocab import DraftVocab
 from headstart.target import Features, Target
 
 
-class ResidualBlock(nn.Module):
+class ResidualBlock(Recomputing):
     """One residual block of every head, x + SiLU(W x + b), each head with its own W and b; the identity at first."""
 
     def __init__(self, num_heads: int, dim: int):

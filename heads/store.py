@@ -134,6 +134,9 @@ def save_head(
         name: tensor.detach().to("cpu", copy=True).contiguous()
         for name, tensor in (head.state_dict() if state is None else state).items()
     }
+    empty = [name for name, tensor in tensors.items() if not tensor.numel()]
+    if empty:
+        raise HeadError(f"{empty[0]} of the head has no numbers: it is sharded; gather the head before it is saved")
     _check_tensors(head, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, "the state to be saved")
     description = {
         "format": FORMAT,

@@ -31,7 +31,6 @@ from headstart.heads.chunked import ChunkedLoss
 from headstart.heads.configs import UnrolledConfig
 from headstart.heads.draft_layer import Attend, DraftLayer, Rotary, dimensions, pick
 from headstart.heads.last_layer import LayerCopy, last_layers
-from headstart.heads.losses import needs_teacher
 from headstart.heads.unrolled_attention import UnrolledAttention, unrolled_rows
 from headstart.heads.vocab import DraftVocab
 from headstart.target import Features, Target
@@ -174,10 +173,9 @@ class UnrolledHead(Head):
         weights: dict[str, float] = {**self.config.loss_weights}
         final = features.final.flatten(0, 1)
         has_label = alignment.has_label(batch)
-        rows = None
-        if self.output_weight is None or needs_teacher(weights) or not bool(has_label.all()):
-            rows = output.select(self.draft_ids)
-        teacher_logits = lambda final: rows.logits(final)  # noqa: E731  # pyright: ignore[reportOptionalMemberAccess]
+        # always, though own rows under hard-ce need them only where a text stops: all ranks gather a sharded weight
+        rows = output.select(self.draft_ids)
+        teacher_logits = rows.logits
         ids = functional.pad(batch.input_ids.flatten(), (0, 1))
         labels = self.draft_index(ids[alignment.tokens])
         if not bool(has_label.all()):  # where the text stops, the target's own choice stands in for it

@@ -43,13 +43,6 @@ class LightTarget(Target):
         super().__init__(model, tokenizer, name=name)
         self._selects_states = False  # its layers are stand-ins, which transformers' own recorder does not know
         self.checked = True  # by whoever wrote the features that are read instead of running it
-        self._fingerprint: dict[str, Any] | None = None
-
-    def fingerprint(self) -> dict[str, Any]:
-        """As of the whole target; worked out once, since it reads a layer."""
-        if self._fingerprint is None:
-            self._fingerprint = super().fingerprint()
-        return self._fingerprint
 
 
 def load_light_target(

@@ -62,8 +62,6 @@ PACKAGED = Path(str(resources.files("headstart.recipes")))
 """The recipes that come with headstart: `*.yaml`, `architectures/*.json`, `accelerate/*.yaml`."""
 
 _UNBUILT = {
-    ("target", "placement"): {"shard", "tensor_parallel"},
-    ("target", "quantization"): {"int8", "int4"},
     ("logging", "trackers"): {"tensorboard", "trackio"},
 }
 

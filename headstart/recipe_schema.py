@@ -48,10 +48,15 @@ class TargetSection(Config):
 
     placement: Literal["replicate", "shard", "tensor_parallel"] = "replicate"
     """`replicate` keeps the whole target on every device; `shard` spreads it and gathers layer by layer, for targets
-    that fit no single device; `tensor_parallel` splits every matrix."""
+    that fit no single device; `tensor_parallel` splits every matrix among the processes of a group, which read the same
+    rows. The launch must be in a mode that does so; docs/scale.md says which, and how to choose."""
+
+    tensor_parallel_size: int | None = Field(default=None, ge=1)
+    """Processes in a group of `tensor_parallel`, a divisor of the number of key heads; null: all of a node."""
 
     quantization: Literal["none", "int8", "int4"] = "none"
-    """Smaller frozen weights. The head then learns, and decoding is exact for, the quantised target."""
+    """Smaller frozen weights within the layers: a half, or about a quarter, of bfloat16. The head then learns, and
+    decoding is exact for, the quantised target. Such weights are held whole: for `placement: replicate` only."""
 
     revision: str | None = None
     """Branch, tag or commit on the hub; null: the default branch."""
@@ -208,6 +213,10 @@ class TrainSection(Config):
 
     dtype: Dtype = "auto"
     """Precision of the forward pass, auto as for the target; the head's weights and the optimiser stay in float32."""
+
+    activation_checkpointing: bool = False
+    """Work the inner activations of the head out again in the backward pass instead of keeping them: less memory for
+    long sequences, unrolled steps and students, about a third more time. (The frozen target keeps none.)"""
 
     eval_every: int | None = Field(default=500, ge=1)
     """Optimiser steps between two looks at the held-out conversations; null: at the end only."""

@@ -37,8 +37,6 @@ _AT_MOST = {
 }
 _REPLACED = {
     "target.dtype": "float32",
-    "target.placement": "replicate",
-    "target.quantization": "none",
     "target.revision": None,
     "target.trust_remote_code": False,
     "head.layers": None,

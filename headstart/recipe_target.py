@@ -7,6 +7,7 @@ import torch
 from headstart import bundled
 from headstart.architecture import random_target
 from headstart.loading import load_tokenizer, parse_device, parse_dtype
+from headstart.quantised_linear import BITS, quantise_layers
 from headstart.recipe import Recipe, architecture_path
 from headstart.recipe_smoke import RANDOM
 from headstart.target import Target, load_target
@@ -41,11 +42,14 @@ def load_recipe_target(
             trust_remote_code=section.trust_remote_code,
             revision=section.revision,
             architecture=architecture,
+            quantization=section.quantization,
         ), []
     assert architecture is not None, "shrink() gives every random target an architecture"
     target, replaced = random_target(
         architecture, shrink=True, seed=recipe.seed, tokenizer=load_tokenizer(bundled.NAME), dtype=dtype
     )
+    if bits := BITS[section.quantization]:
+        quantise_layers(target, bits)
     if device is not None:
         target.model.to(parse_device(device))  # pyright: ignore[reportArgumentType]  (a wrapper without types)
     return target, replaced

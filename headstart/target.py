@@ -31,6 +31,7 @@ from headstart.bypass import Bypass, unchanged
 from headstart.errors import TargetError
 from headstart.fingerprint import check_fingerprint, fingerprint
 from headstart.loading import load_model, load_tokenizer, parse_device, parse_dtype
+from headstart.quantised_linear import BITS, quantise_layers
 
 __all__ = ["Embedding", "Features", "OutputHead", "Target", "check_fingerprint", "load_target", "load_tokenizer"]
 
@@ -85,6 +86,8 @@ class Target:
         self._run_layers = self.layers  # where hooks go, if states have to be hooked
         self._selects_states = "hidden_states" in (getattr(self.decoder, "_can_record_outputs", None) or {})
         self._parameters = inspect.signature(self.decoder.forward).parameters
+        self.group = 1  # so many processes hold it together; set by train/tensor_parallel.py
+        self._fingerprint: dict[str, Any] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -94,9 +97,17 @@ class Target:
     def dtype(self) -> torch.dtype:
         return self.model.dtype
 
+    @property
+    def running_layers(self) -> nn.ModuleList:
+        """The layers that a forward calls; `layers` gives those with their weights, which are not always the same."""
+        return self._run_layers
+
     def fingerprint(self) -> dict[str, Any]:
-        """What identifies this target; see headstart.fingerprint."""
-        return fingerprint(self)
+        """What identifies this target; see headstart.fingerprint. Worked out once: it reads weights, which the first
+        call of all processes together gathers where they are sharded."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprint(self)
+        return self._fingerprint
 
     def masks(
         self, allowed: Bool[Tensor, "batch query key"], distance: Int[Tensor, "batch query key"]
@@ -283,11 +294,13 @@ def load_target(
     trust_remote_code: bool = False,
     revision: str | None = None,
     architecture: str | Path | None = None,
+    quantization: str = "none",
 ) -> Target:
     """Loads a frozen target: a hub id, a folder, a GGUF file or bundled:smollm2-135m.
 
     dtype: auto is bfloat16 where the device has instructions for it, else float32. device: None is the first GPU, or
-    else the CPU. architecture: a published config.json that it must agree with.
+    else the CPU. architecture: a published config.json that it must agree with. quantization: int8 or int4 for the
+    linear layers; the target is then the quantised model.
     Whatever goes wrong is one TargetError. The embedding and output head that heads borrow are checked against the
     model's own forward, which costs one forward of eight tokens.
     """
@@ -298,5 +311,7 @@ def load_target(
     target = Target(load_model(name, dtype=found_dtype, device=found_device, **remote), tokenizer, name=name)
     if architecture is not None:
         compare_architecture(architecture, target)
+    if bits := BITS[quantization]:
+        quantise_layers(target, bits)
     check_borrowed(target)
     return target

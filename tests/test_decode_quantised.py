@@ -20,8 +20,9 @@ from headstart.decode.drafters.model import ModelDrafter
 from headstart.decode.drafters.quantised import QuantisedDrafter
 from headstart.decode.engine import Engine
 from headstart.decode.prepack import LeanLinear, SiblingLinear, plain_linears
-from headstart.decode.quantised import GROUP, QuantisedProduct, quantise, quantised_copy
+from headstart.decode.quantised import QuantisedProduct, quantised_copy
 from headstart.errors import HeadstartError
+from headstart.quantised_linear import GROUP, quantise
 
 BITS = (8, 4)
 

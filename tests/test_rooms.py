@@ -39,6 +39,7 @@ ORDER = (
         "headstart.fingerprint",
         "headstart.light_target",
         "headstart.loading",
+        "headstart.quantised_linear",
         "headstart.recipe_target",
         "headstart.rehearsal",
         "headstart.target",

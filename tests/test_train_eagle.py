@@ -9,8 +9,8 @@ import pytest
 import tiny
 import torch
 import train_cases as cases
+from parallel import in_two_processes
 from test_train_learns import NUM_TOKENS, counting_rows
-from test_train_parallel import in_two_processes
 from test_train_resume import kill_again_and_again, run_stopped_at, same_bits
 
 from headstart.data.packing import collate
@@ -30,7 +30,8 @@ from headstart.train import forecasting, loop
 from headstart.train.ceiling import outside
 from headstart.train.curriculum import describe_curriculum, stages
 from headstart.train.metrics import read_metrics
-from headstart.train.preparation import draft_vocab_of, recipe_batches, start_processes
+from headstart.train.modes import start_processes
+from headstart.train.preparation import draft_vocab_of, recipe_batches
 from headstart.train.random_state import seed_everything
 
 CURRICULUM = "unrolled_steps: [{until: 0.5, steps: 1}, {until: 1.0, steps: 3}]"
@@ -115,8 +116,8 @@ def test_one_process_equals_two(tmp_path, head):
     two = cases.recipe(*settings, "train.accumulation=2", "train.world_size=2")
 
     def work(rank: int) -> str:
-        training = cases.training(tmp_path / "two", two, processes=start_processes(two, cpu=True))
-        assert type(training.module).__name__ == "DistributedDataParallel"
+        training = cases.training(tmp_path / "two", two, processes=start_processes(two, smoke=True))
+        assert type(training.wrapped.module).__name__ == "DistributedDataParallel"
         return str(training.finish().tokens)
 
     tokens = in_two_processes(tmp_path / "logs", work)

@@ -154,7 +154,7 @@ def test_offline_training_holds_no_layer(tmp_path):
     made = recipe(tmp_path, "offline")
     write_cache(made)
     training = cases.training(tmp_path / "run", made, rows=ROWS, held_out=HELD_OUT, target=light)
-    held = {name for name, _ in training.module.named_parameters() if not name.startswith("head.")}
+    held = {name for name, _ in training.wrapped.module.named_parameters() if not name.startswith("head.")}
     assert held == {f"target_model.{name}.weight" for name in ("model.embed_tokens", "model.norm", "lm_head")}
     training.finish()
     train(tmp_path / "online", recipe(tmp_path, "online"))

@@ -9,8 +9,11 @@ import train_cases as cases
 from accelerate import Accelerator
 
 from headstart.data.packing import TokenBatch
+from headstart.heads.store import build_head
 from headstart.train.calibrate import Phase, seconds_of, steps_for, steps_within
 from headstart.train.features import OnlineFeatures
+from headstart.train.stepping import TrainModule
+from headstart.train.wrapping import Wrapped, wrap
 
 SETTINGS = ("train.max_steps=20", "train.save_every=7", "train.eval_every=null", "data.packing=false")
 
@@ -56,22 +59,26 @@ def test_training_with_memory_resumes_to_the_bit_and_remembers_nothing_wrong(tmp
         assert torch.equal(value, cases.weights(tmp_path / "forgetful/head")[name])
 
 
-def test_a_budget_counts_later_epochs_by_what_they_cost():
-    head = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.AdamW(head.parameters())
+def nothing_to_put_back() -> Wrapped:
+    """A module that the trial steps, which do nothing, leave as it is."""
+    target = tiny.target()
+    head = build_head(cases.recipe().head, target)
+    module = TrainModule(target, head, torch.float32)
+    return wrap(Accelerator(cpu=True, mixed_precision="no"), module, torch.optim.AdamW(head.parameters()))
 
+
+def test_a_budget_counts_later_epochs_by_what_they_cost():
     # 19 timed steps of 1 s fresh, then 19 of 0.25 s
     ticks = iter([0.0, 19.0, 100.0, 100.0 + 19 * 0.25])
     steps = steps_within(
-        40.0, lambda share: lambda: None, head=head, optimizer=optimizer, accelerator=Accelerator(cpu=True),
+        40.0, lambda share: lambda: None, wrapped=nothing_to_put_back(),
         epoch_steps=30, remembered=1.0, clock=lambda: next(ticks),
     )  # fmt: skip
     assert steps == 30 + 40
 
 
 def test_a_budget_counts_every_phase_of_a_curriculum_by_what_it_costs():
-    head = torch.nn.Linear(2, 2)
-    shared = {"head": head, "optimizer": torch.optim.AdamW(head.parameters()), "accelerator": Accelerator(cpu=True)}
+    shared = {"wrapped": nothing_to_put_back()}
     begun = []
 
     def trial(share: float):

@@ -200,8 +200,8 @@ def test_rate_and_best_survive_a_resume(tmp_path, monkeypatch):
     )
     score = 1.0
 
-    def evaluate_as_told(module, rows, recipe, accelerator, *, step):
-        totals = evaluate(module, rows, recipe, accelerator, step=step)
+    def evaluate_as_told(wrapped, rows, recipe, *, step):
+        totals = evaluate(wrapped, rows, recipe, step=step)
         assert totals is not None
         totals.loss_sum = totals.token_count * (score if step == 40 else score + 0.2)
         return totals
@@ -236,7 +236,7 @@ def test_looking_at_held_out_rows_leaves_no_trace(tmp_path):
 
     def look_and_note() -> None:
         look()
-        modes.append(training.module.training and training.head.training)
+        modes.append(training.wrapped.module.training and training.head.training)
 
     training._evaluate = look_and_note
     training.finish()
@@ -295,9 +295,21 @@ def test_what_cannot_be_continued_is_refused_in_a_sentence(tmp_path):
         cases.training(tmp_path / "run", changed, resume=True)
     (tmp_path / "run/environment.json").write_text(environment)
     state = tmp_path / "run/checkpoints/step-00000006/state.json"
-    state.write_text(json.dumps({**json.loads(state.read_text()), "world_size": 2}))
-    with pytest.raises(TrainingError, match="written by 2 processes, this launch has 1"):
+    state.write_text(json.dumps({**json.loads(state.read_text()), "format": 1}))
+    with pytest.raises(TrainingError, match="has format 1, this version reads 2; start another run"):
         cases.training(tmp_path / "run", changed, resume=True)
+
+
+def test_what_two_processes_have_read_is_twice_as_much_for_one(tmp_path):
+    recipe = cases.recipe("train.save_every=2", "train.max_steps=6")
+    stopped = cases.training(tmp_path / "run", recipe)
+    cases.stop_after_save(stopped, 2)
+    with pytest.raises(cases.Stopped):
+        stopped.finish()
+    state = cases.newest(tmp_path / "run") / "state.json"
+    state.write_text(json.dumps({**json.loads(state.read_text()), "world_size": 2}))
+    resumed = cases.training(tmp_path / "run", recipe, resume=True)
+    assert (stopped.progress.position, resumed.progress.position) == (4, 8) and resumed.progress.step == 2
 
 
 def test_a_resume_before_the_first_checkpoint_starts_again(tmp_path, capsys):

@@ -25,6 +25,7 @@ from headstart.train.held_out import report
 from headstart.train.lr_schedule import Schedule
 from headstart.train.metrics import read_metrics
 from headstart.train.stepping import Totals, TrainModule, optimiser_step
+from headstart.train.wrapping import wrap
 
 
 class FixedLosses(MedusaHead):
@@ -48,7 +49,7 @@ def take_step(head: MedusaHead, rows: Sequence[Row], plan: list[list[list[int]]]
     module = TrainModule(tiny.target(dtype=dtype), head, dtype).train()
     optimizer = torch.optim.SGD(head.parameters(), lr=1.0)
     batches = [collate(rows, batch) for batch in plan]
-    return optimiser_step(module, optimizer, batches, accelerator=accelerator, rate=1.0, clip=clip, step=1)
+    return optimiser_step(wrap(accelerator, module, optimizer), batches, rate=1.0, clip=clip, step=1)
 
 
 def labelled(first: int, labels: int, length: int) -> Row:
@@ -163,10 +164,10 @@ def test_the_target_stays_as_it_was_and_in_evaluation_mode(tmp_path):
     before = copy.deepcopy(target.model.state_dict())
     training = cases.training(tmp_path / "run", cases.recipe("train.eval_every=2"), target=target)
     training.finish()
-    assert training.module.training and training.head.training and not target.model.training
+    assert training.wrapped.module.training and training.head.training and not target.model.training
     for name, value in target.model.state_dict().items():
         assert torch.equal(value, before[name]), name
-    held = {id(parameter) for group in training.optimizer.param_groups for parameter in group["params"]}
+    held = {id(parameter) for group in training.wrapped.optimizer.param_groups for parameter in group["params"]}
     assert held == {id(parameter) for parameter in training.head.parameters()}
     assert all(parameter.grad is None for parameter in target.model.parameters())
     saved = set(cases.weights(tmp_path / "run/head"))
@@ -184,7 +185,7 @@ def test_bf16_compute_keeps_fp32_weights(tmp_path):
     training.finish()
     assert set(seen) == {torch.bfloat16}
     assert all(value.dtype == torch.float32 for value in cases.weights(tmp_path / "run/head").values())
-    state = training.optimizer.state[training.head.get_parameter("blocks.0.weight")]
+    state = training.wrapped.optimizer.state[training.head.get_parameter("blocks.0.weight")]
     assert state["exp_avg"].dtype == torch.float32
 
 

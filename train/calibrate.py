@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from accelerate import Accelerator
-from torch import nn
 
 from headstart.train.random_state import unmoved_random_state
+from headstart.train.wrapping import Wrapped
 
 CALIBRATION_STEPS = 20
 
@@ -33,9 +30,7 @@ def steps_within(
     cpu_seconds: float,
     new_trial: Callable[[float], Callable[[], object]],
     *,
-    head: nn.Module,
-    optimizer: Any,
-    accelerator: Accelerator,
+    wrapped: Wrapped,
     phases: Sequence[float] = (1.0,),
     epoch_steps: int = 0,
     remembered: float = 0.0,
@@ -50,8 +45,7 @@ def steps_within(
     `epoch_steps` steps) whose target states are kept; then the same 20 steps are timed again, which tells what the
     target costs, and that share of the steps after the first epoch does without it.
     """
-    weights = {name: value.clone() for name, value in head.state_dict().items()}
-    moments = copy.deepcopy(optimizer.state_dict())
+    weights, moments = wrapped.head_state(), wrapped.optimizer_tensors()
     begins = [0.0, *phases[:-1]]
     with unmoved_random_state():
         times = [_seconds_per_step(new_trial(share), clock) for share in (begins[:1] if remembered else begins)]
@@ -59,9 +53,9 @@ def steps_within(
         if remembered:  # the same steps again, now without the target
             fresh, times = times[0], [_seconds_per_step(new_trial(share), clock) for share in begins]
             target = fresh - times[0]
-    head.load_state_dict(weights)
-    optimizer.load_state_dict(moments)
-    optimizer.zero_grad(set_to_none=True)
+    wrapped.load_head_state(weights)
+    wrapped.load_optimizer_tensors(moments)
+    accelerator = wrapped.accelerator
     costs = [[one + target for one in times], [one + (1 - remembered) * target for one in times]]
     of_ranks = accelerator.gather(torch.tensor([costs], device=accelerator.device, dtype=torch.float32))
     assert isinstance(of_ranks, torch.Tensor)

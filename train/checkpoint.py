@@ -9,6 +9,9 @@
 
 A folder is written as `.step-00000200.partial`, flushed to the disk, then renamed: a kill at any moment leaves the
 checkpoint before it untouched. Nothing is pickled.
+
+All of it is the same in every mode, whatever is sharded there, and for every number of processes: a run may be resumed
+with others. The target is never in it; it is read from its own source again.
 """
 
 from __future__ import annotations
@@ -22,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 from headstart.atomic import partial_name, publish, start_folder
 from headstart.errors import TrainingError
@@ -32,8 +34,9 @@ from headstart.heads.base import Head
 from headstart.heads.store import load_head, save_head
 from headstart.target import Target
 from headstart.train.random_state import random_state, set_random_state
+from headstart.train.wrapping import Wrapped
 
-FORMAT = 1
+FORMAT = 2
 STEP_FOLDER = re.compile(r"step-(\d{8})")
 
 
@@ -41,10 +44,10 @@ STEP_FOLDER = re.compile(r"step-(\d{8})")
 class Progress:
     """Where a run stands.
 
-    step: optimiser steps done. epoch, position: the pass over the data, and how many of its micro-batches all ranks
-    together have read; window: of a stream, in which `position` then counts. tokens: tokens read, padding apart.
-    empty_steps: steps in which no label was scored, and nothing was changed. best_value: the lowest held-out loss (or
-    what `best_metric` names), met at best_step.
+    step: optimiser steps done. epoch, position: the pass over the data, and how many of its micro-batches each rank
+    has read; window: of a stream, in which `position` then counts. tokens: tokens read, padding apart. empty_steps:
+    steps in which no label was scored, and nothing was changed. best_value: the lowest held-out loss (or what
+    `best_metric` names), met at best_step.
     """
 
     step: int = 0
@@ -62,31 +65,34 @@ def save_checkpoint(
     checkpoints: Path,
     progress: Progress,
     *,
-    head: Head,
+    wrapped: Wrapped,
     target: Target,
-    optimizer: torch.optim.Optimizer,
-    accelerator: Accelerator,
     about: dict[str, Any],
+    plan: dict[str, Any],
     record: dict[str, Any],
     keep: int,
 ) -> Path:
     """Writes `step-...` and removes all but the `keep` newest; called by every rank at the same step.
 
-    about: plain values that `load_checkpoint` compares (recipe hash, schedule). record: kept with the head.
+    about: plain values that `load_checkpoint` compares (recipe hash, rows). plan: others that it gives back (schedule).
+    record: kept with the head.
     Raises TrainingError, and writes nothing, if a weight is not finite.
     """
+    head, optimizer, accelerator = wrapped.whole_head(), wrapped.optimizer_tensors(), wrapped.accelerator
     refuse_broken_weights(head, progress.step)
     folder = checkpoints / f"step-{progress.step:08d}"
     partial = partial_name(folder)
     if accelerator.is_main_process:
         start_folder(folder)
         save_head(head, partial, fingerprint=target.fingerprint(), training_record=record)
-        save_file(optimizer_tensors(optimizer, head), partial / "optimizer.safetensors")
+        save_file(optimizer, partial / "optimizer.safetensors")
     accelerator.wait_for_everyone()
-    save_file(random_state(), partial / _random_name(accelerator.process_index))
+    if wrapped.leads:
+        save_file(random_state(), partial / _random_name(wrapped.rank))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        state = {"format": FORMAT, "world_size": accelerator.num_processes, "about": about, **asdict(progress)}
+        state = {"format": FORMAT, "world_size": wrapped.world_size, "mode": wrapped.mode, "about": about}
+        state |= {"plan": plan, **asdict(progress)}
         state["files"] = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
         (partial / "state.json").write_text(json.dumps(state, indent=1))
         publish(partial, folder)
@@ -99,32 +105,34 @@ def save_checkpoint(
 def load_checkpoint(
     folder: Path,
     *,
-    head: Head,
+    wrapped: Wrapped,
     target: Target,
-    optimizer: torch.optim.Optimizer,
-    accelerator: Accelerator,
     about: dict[str, Any],
-) -> Progress:
-    """Fills head, optimiser and this rank's generators from `folder` and returns the progress it was written at."""
+) -> tuple[Progress, dict[str, Any]]:
+    """Fills head, optimiser and this rank's generators from `folder`; returns the progress it was written at, and its
+    plan.
+
+    With another number of processes the epoch goes on at the micro-batch in which the first row stands that was not
+    read yet, and ranks that were not there draw random numbers of their own. Raises TrainingError where `about` is
+    another.
+    """
     state = json.loads((folder / "state.json").read_text())
     if state["format"] != FORMAT:
         raise TrainingError(f"{folder} has format {state['format']}, this version reads {FORMAT}; start another run")
-    if state["world_size"] != accelerator.num_processes:
-        raise TrainingError(
-            f"{folder} was written by {state['world_size']} processes, this launch has {accelerator.num_processes}; "
-            f"launch {state['world_size']} to go on, or choose another --name"
-        )
     for key, value in about.items():
         if state["about"].get(key) != value:
             raise TrainingError(
                 f"{folder} has {key} {state['about'].get(key)}, this run {value}; "
                 "go on with the recipe that it was started with, or choose another --name"
             )
-    head.load_state_dict(load_head(folder, target).state_dict())
-    load_optimizer_tensors(optimizer, head, load_file(folder / "optimizer.safetensors"))
-    set_random_state(load_file(folder / _random_name(accelerator.process_index)))
-    known = {name: state[name] for name in Progress.__dataclass_fields__ if name in state}  # an older one has no window
-    return Progress(**known)
+    wrapped.load_head_state(load_head(folder, target).state_dict())
+    wrapped.load_optimizer_tensors(load_file(folder / "optimizer.safetensors"))
+    random = folder / _random_name(wrapped.rank)
+    if random.is_file():
+        set_random_state(load_file(random))
+    progress = Progress(**{name: state[name] for name in Progress.__dataclass_fields__})
+    progress.position = progress.position * state["world_size"] // wrapped.world_size
+    return progress, state["plan"]
 
 
 def latest_checkpoint(checkpoints: Path) -> Path | None:
@@ -154,29 +162,6 @@ def refuse_broken_weights(head: nn.Module, step: int) -> None:
             f"step {step}: {broken[0]} of the head is no longer finite, so nothing was saved over the last good "
             "checkpoint; lower train.lr or train.clip and start again under another --name"
         )
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer, head: nn.Module) -> dict[str, Tensor]:
-    """The optimiser's state as `{state/parameter: tensor}`; every value of torch's optimisers is a tensor."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in head.named_parameters()}
-    return {
-        f"{key}/{names[parameter]}": value.detach().contiguous()
-        for parameter, values in optimizer.state.items()
-        for key, value in values.items()
-    }
-
-
-def load_optimizer_tensors(optimizer: torch.optim.Optimizer, head: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """The inverse of `optimizer_tensors`; the optimiser holds the head's parameters in the order it was given them."""
-    names = {parameter: name for name, parameter in head.named_parameters()}
-    ordered = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    state: dict[int, dict[str, Tensor]] = {}
-    for key_and_name, value in tensors.items():
-        key, name = key_and_name.split("/", 1)
-        if name not in ordered:
-            raise TrainingError(f"the checkpoint's optimiser knows a parameter {name} that this head has not")
-        state.setdefault(ordered.index(name), {})[key] = value
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def _step_folders(checkpoints: Path) -> list[Path]:

@@ -53,18 +53,20 @@ class FeatureSource(Protocol):
 class OnlineFeatures:
     """The target's own forward; states of sequences are remembered by content up to `max_bytes`, then none are added.
 
-    wants: the HF[k] that the head reads beside the final state.
+    wants: the HF[k] that the head reads beside the final state. together: a batch is one forward on a CPU too, as
+    processes that gather the target's layers from each other need it: each of them runs it equally often.
     """
 
     storage: str | None = None
 
-    def __init__(self, target: Target, wants: tuple[int, ...], max_bytes: int = 0):
-        self.target, self.wants, self.max_bytes = target, wants, max_bytes
+    def __init__(self, target: Target, wants: tuple[int, ...], max_bytes: int = 0, *, together: bool = False):
+        self.target, self.wants, self.max_bytes, self.together = target, wants, max_bytes, together
         self.num_bytes = 0
         self._kept: dict[tuple[bytes, bytes], Features] = {}
 
     def __call__(self, batch: TokenBatch, *, keep: bool = True) -> Features:
-        if not self.max_bytes and batch.input_ids.device.type != "cpu":  # a GPU is faster with all of them at once
+        at_once = self.together or batch.input_ids.device.type != "cpu"  # a GPU is faster so
+        if not self.max_bytes and at_once:
             masks = self.target.masks(*batch.attention())
             return self.target.forward(batch.input_ids, batch.position_ids, masks, layers=self.wants)
         parts = [self.sequence(batch.sequence(line), keep=keep) for line in range(len(batch.input_ids))]
@@ -153,10 +155,17 @@ def feature_source(
     recipe: Recipe, target: Target, wants: tuple[int, ...], parts: Sequence[Sequence[Row]], *, rank: int = 0
 ) -> FeatureSource:
     """What the recipe asks for. parts: training and held-out rows, which an offline cache must hold; rank: of this
-    process, which writes under that number."""
-    size = int(recipe.train.feature_memory * 2**30)
+    process, which writes under that number. Raises TrainingError where only some ranks would run a sharded target."""
+    size, sharded = int(recipe.train.feature_memory * 2**30), recipe.target.placement == "shard"
+    if sharded and (size and recipe.data.features == "online" or recipe.data.features == "hybrid"):
+        what = "data.features: hybrid" if recipe.data.features == "hybrid" else "train.feature_memory"
+        raise TrainingError(
+            f"{what} runs the target for some batches only, and a sharded target (target.placement: shard) is run by "
+            "all processes together; set data.features: online and train.feature_memory: 0, or write the features "
+            "first (`headstart data features`) and set data.features: offline"
+        )
     if recipe.data.features == "online":
-        return OnlineFeatures(target, wants, size)
+        return OnlineFeatures(target, wants, size, together=sharded)
     if size and not rank:
         print(
             f"warning: train.feature_memory has no effect with data.features: {recipe.data.features}; what was read "

@@ -14,16 +14,17 @@ from headstart.heads.formats import load_foreign
 from headstart.heads.store import build_head, refuse_misfit
 from headstart.train.curriculum import describe_curriculum
 from headstart.train.loop import Training
+from headstart.train.modes import mode, placed_as_launched, start_processes
 from headstart.train.preparation import (
     describe,
     draft_vocab,
     open_data,
     open_target,
     parse_arguments,
+    place_target,
     read_recipe,
     run_path,
     settle_dtypes,
-    start_processes,
     take_folder,
     user_errors,
 )
@@ -43,7 +44,10 @@ def train_from_recipe(description: str, arguments: Sequence[str] | None, *head_t
     with user_errors():
         recipe, replaced = read_recipe(options, *head_types)
         path = run_path(recipe, options)
-        accelerator = start_processes(recipe, cpu=options.smoke)
+        accelerator = start_processes(recipe, smoke=options.smoke)
+        if options.smoke:
+            recipe, placed = placed_as_launched(recipe, mode(accelerator))
+            replaced += placed
 
         refuse_other_recipe(path, settle_dtypes(recipe, accelerator.device))
 
@@ -54,6 +58,7 @@ def train_from_recipe(description: str, arguments: Sequence[str] | None, *head_t
         seed_everything(recipe.seed)
         vocab = draft_vocab(recipe, target, data, accelerator)
         head = build_head(recipe.head, target, vocab, read_foreign=load_foreign)
+        place_target(target, recipe, accelerator)
 
         run, recipe = take_folder(path, recipe, options, accelerator)
         training = Training(recipe, run, accelerator, target, head, data.train, data.held_out)

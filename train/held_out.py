@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from torch import nn
 
 from headstart.data.packing import collate
 from headstart.data.rendering import Row
@@ -16,12 +14,11 @@ from headstart.recipe import Recipe
 from headstart.train.feed import plan_batches
 from headstart.train.random_state import unmoved_random_state
 from headstart.train.stepping import Totals, refuse_broken_loss
+from headstart.train.wrapping import Wrapped
 
 
 @torch.no_grad()
-def evaluate(
-    module: nn.Module, rows: Sequence[Row], recipe: Recipe, accelerator: Accelerator, *, step: int
-) -> Totals | None:
+def evaluate(wrapped: Wrapped, rows: Sequence[Row], recipe: Recipe, *, step: int) -> Totals | None:
     """Totals over all held-out rows and ranks; None where there are none. Called by every rank.
 
     The module is in evaluation mode meanwhile and in training mode afterwards; no random number is used up. Raises
@@ -29,19 +26,19 @@ def evaluate(
     """
     if not len(rows):
         return None
-    plan = plan_batches(rows, recipe, rank=accelerator.process_index, world_size=accelerator.num_processes)
-    totals = None
+    plan = plan_batches(rows, recipe, rank=wrapped.rank, world_size=wrapped.world_size)
+    totals, module, device = None, wrapped.module, wrapped.accelerator.device
     module.eval()
     try:
         with unmoved_random_state():
             for group in plan:
-                batch = collate(rows, group).to(accelerator.device)
+                batch = collate(rows, group).to(device)
                 part = Totals.of(module(batch), batch)
                 totals = part if totals is None else totals + part
     finally:
         module.train()
     assert totals is not None
-    totals = totals.over_ranks(accelerator)
+    totals = totals.over_ranks(wrapped.accelerator, wrapped.group)
     refuse_broken_loss(totals, step)
     return totals
 

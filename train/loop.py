@@ -1,7 +1,8 @@
 """The one training loop: what is common to all heads, on one process or many, straight through or resumed.
 
 A step that was taken is finished in this order: metrics, evaluation, checkpoint. So whatever a checkpoint holds was
-logged and evaluated, and a resumed run goes on as if nothing had happened, to the bit on a CPU.
+logged and evaluated, and a resumed run goes on as if nothing had happened, to the bit on a CPU. Which processes train
+together, and what each of them holds, is known to `train.wrapping` alone.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from headstart.train.calibrate import steps_within
 from headstart.train.checkpoint import Progress, latest_checkpoint, load_checkpoint, save_best, save_checkpoint
 from headstart.train.curriculum import stages
 from headstart.train.features import FeatureSource, feature_source
-from headstart.train.feed import open_feed
-from headstart.train.forecasting import Forecaster
+from headstart.train.feed import StreamFeed, open_feed
+from headstart.train.forecasting import Forecast, Forecaster
 from headstart.train.held_out import evaluate, report, shares
 from headstart.train.lr_schedule import Schedule
 from headstart.train.metrics import Metrics
@@ -34,7 +35,9 @@ from headstart.train.optimisers import make_optimizer
 from headstart.train.progress_line import Meter
 from headstart.train.random_state import seed_everything, unmoved_random_state
 from headstart.train.run_folder import RunFolder, training_hash, with_steps
+from headstart.train.shared_decoding import Acceptance, SharedDecoding
 from headstart.train.stepping import Totals, TrainModule, optimiser_step
+from headstart.train.wrapping import wrap
 
 
 class Training:
@@ -54,14 +57,16 @@ class Training:
         """features: where the target's states come from; None: what the recipe asks for."""
         self.recipe, self.run, self.accelerator = recipe, run, accelerator
         self.target, self.head, self.held_out = target, head, held_out
-        seed_everything(recipe.seed, accelerator.process_index)
-        rank = accelerator.process_index
+        target.fingerprint()  # while all processes are here, and its weights
+        if recipe.train.activation_checkpointing:
+            head.recompute_activations()
+        rank = accelerator.process_index // target.group
+        seed_everything(recipe.seed, rank)
         self.features = features or feature_source(recipe, target, head.wants, (rows, held_out), rank=rank)
         module = TrainModule(target, head, parse_dtype(recipe.train.dtype, accelerator.device), self.features).train()
-        self.module, self.optimizer = accelerator.prepare(module, make_optimizer(recipe.train, head))
-        self.feed = open_feed(rows, recipe, rank=accelerator.process_index, world_size=accelerator.num_processes)
-        offline = recipe.data.features == "offline"  # without its layers there is no target whose costs to measure
-        self.forecaster = Forecaster(target, held_out) if len(held_out) and not offline else None
+        self.wrapped = wrap(accelerator, module, make_optimizer(recipe.train, head), target.group)
+        self.feed = open_feed(rows, recipe, rank=rank, world_size=self.wrapped.world_size)
+        self.forecaster = self._new_forecaster()
         self.progress = Progress()
         self.meter = Meter()
         self.schedule = self._work_out_length()
@@ -102,13 +107,7 @@ class Training:
         with self.meter.waiting():
             batches = self.feed.next_step(progress)
         totals, norm = optimiser_step(
-            self.module,
-            self.optimizer,
-            batches,
-            accelerator=self.accelerator,
-            rate=rate,
-            clip=self.recipe.train.clip,
-            step=progress.step + 1,
+            self.wrapped, batches, rate=rate, clip=self.recipe.train.clip, step=progress.step + 1
         )
         progress.step += 1
         progress.tokens += int(totals.tokens)
@@ -121,8 +120,17 @@ class Training:
             "recipe": self.recipe.name,
             "chat": self.recipe.data.chat.model_dump(),
             "world_size": self.accelerator.num_processes,
+            "mode": self.wrapped.mode,
             **asdict(self.progress),
         }
+
+    def _new_forecaster(self) -> Forecaster | SharedDecoding | None:
+        """What says at every evaluation how much of the head's drafts is accepted."""
+        if not len(self.held_out) or self.recipe.data.features == "offline":
+            return None  # without its layers there is no target to ask
+        if self.recipe.target.placement == "replicate":
+            return Forecaster(self.target, self.held_out)
+        return SharedDecoding(self.target, self.held_out, self.recipe.eval)
 
     def _work_out_length(self) -> Schedule:
         """Steps from `max_steps`, else `cpu_seconds` (calibrated, and kept in the recipe), else `epochs`."""
@@ -132,9 +140,7 @@ class Training:
             total = steps_within(
                 train.cpu_seconds,
                 self._new_trial,
-                head=self.head,
-                optimizer=self.optimizer,
-                accelerator=self.accelerator,
+                wrapped=self.wrapped,
                 phases=[stage.until for stage in stages(self.head.config)],
                 epoch_steps=self.feed.num_steps(1),
                 remembered=self._share_remembered(),
@@ -151,14 +157,22 @@ class Training:
 
     def _share_remembered(self) -> float:
         """Of this rank's tokens of an epoch, the share whose target states are kept for later epochs."""
-        tokens = sum(len(row.input_ids) for row in self.feed.rows) / self.accelerator.num_processes
+        tokens = sum(len(row.input_ids) for row in self.feed.rows) / self.wrapped.world_size
         return self.features.share_kept(tokens)
 
     def _about(self) -> dict[str, Any]:
         """What must be the same when the run is continued; the lengths of its rows stand for the data."""
         rows = hashlib.sha256(repr([len(row.input_ids) for row in self.feed.rows]).encode()).hexdigest()[:16]
         stored = {} if self.features.storage is None else {"feature dtype": self.features.storage}
-        return {"recipe": training_hash(self.recipe), "rows": rows, "schedule": asdict(self.schedule), **stored}
+        if isinstance(self.feed, StreamFeed):  # its rows are dealt to the ranks as they are read
+            stored["ranks of the stream"] = str(self.wrapped.world_size)
+        return {"recipe": training_hash(self.recipe), "rows": rows, **stored}
+
+    def _plan(self) -> dict[str, Any]:
+        """What a resumed run goes on with, and the sequences of a step, which it should keep to."""
+        train = self.recipe.train
+        sequences = train.batch_size * train.accumulation * self.wrapped.world_size
+        return {"schedule": asdict(self.schedule), "sequences": sequences}
 
     def _resume(self) -> None:
         folder = latest_checkpoint(self.run.checkpoints)
@@ -166,14 +180,13 @@ class Training:
             if self.run.resumed:
                 self.accelerator.print(f"{self.run.path} has no checkpoint yet: starting from the first step")
             return
-        self.progress = load_checkpoint(
-            folder,
-            head=self.head,
-            target=self.target,
-            optimizer=self.optimizer,
-            accelerator=self.accelerator,
-            about=self._about(),
-        )
+        self.progress, plan = load_checkpoint(folder, wrapped=self.wrapped, target=self.target, about=self._about())
+        self.schedule = Schedule(**plan["schedule"])  # also where these processes make other steps of an epoch
+        if plan["sequences"] != self._plan()["sequences"]:
+            self.accelerator.print(
+                f"warning: a step was of {plan['sequences']} sequences and is of {self._plan()['sequences']} now; "
+                "train.accumulation times the number of processes makes up for others"
+            )
         self.accelerator.print(f"going on from {folder}")
 
     def _log(self, totals: Totals, norm: float, rate: float) -> None:
@@ -198,43 +211,51 @@ class Training:
         )
 
     def _evaluate(self) -> None:
-        totals = evaluate(self.module, self.held_out, self.recipe, self.accelerator, step=self.progress.step)
+        totals = evaluate(self.wrapped, self.held_out, self.recipe, step=self.progress.step)
         if totals is None:
             return
-        values, forecast = report(totals), None
-        if self.forecaster is not None and self.accelerator.is_main_process:
-            with unmoved_random_state():
-                forecast = self.forecaster(self.head)
+        values, forecast = report(totals), self._forecast()
+        if forecast is not None:
             values |= forecast.as_metrics()
         self.metrics.write(self.progress.step, "held_out", values)
         best = self.progress.best_value
         if best is None or values["loss"] < best:
             self.progress.best_step, self.progress.best_value = self.progress.step, values["loss"]
             self.progress.best_metric = "loss"
+            head = self.wrapped.whole_head()
             if self.accelerator.is_main_process:
-                save_best(self.run.checkpoints, self.head, self.target, self.record())
+                save_best(self.run.checkpoints, head, self.target, self.record())
         line = (
             f"step {self.progress.step}  held out: loss {values['loss']:.3f}  top-1 {shares(values['top_1'])}  "
             f"top-5 {shares(values['top_5'])}  best at step {self.progress.best_step}"
         )
         self.accelerator.print(line if forecast is None else f"{line}\n  {forecast}", flush=True)
 
+    def _forecast(self) -> Forecast | Acceptance | None:
+        """Of the head as it stands; from the main process alone, unless the target takes all of them."""
+        together = isinstance(self.forecaster, SharedDecoding)
+        if self.forecaster is None or not (together or self.accelerator.is_main_process):
+            return None
+        head, forecaster = self.wrapped.whole_head(), self.forecaster
+        with unmoved_random_state():
+            return self.wrapped.inside(lambda: forecaster(head))
+
     def _save(self) -> None:
         self.features.flush()
         save_checkpoint(
             self.run.checkpoints,
             self.progress,
-            head=self.head,
+            wrapped=self.wrapped,
             target=self.target,
-            optimizer=self.optimizer,
-            accelerator=self.accelerator,
             about=self._about(),
+            plan=self._plan(),
             record=self.record(),
             keep=self.recipe.train.keep,
         )
 
     def _ship(self) -> None:
         """`head/` is the best head, or the last where none was held out."""
+        head = self.wrapped.whole_head()
         if not self.accelerator.is_main_process:
             return
         best = self.run.checkpoints / "best"
@@ -242,7 +263,7 @@ class Training:
         if best.is_dir():
             shutil.copytree(best, partial, dirs_exist_ok=True)
         else:
-            save_head(self.head, partial, fingerprint=self.target.fingerprint(), training_record=self.record())
+            save_head(head, partial, fingerprint=self.target.fingerprint(), training_record=self.record())
         publish(partial, self.run.head)
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, broadcast_object_list
-from torch import Tensor, nn
+from accelerate.utils import broadcast_object_list
+from torch import Tensor
 
 from headstart.data.agreement import agreement
 from headstart.data.feature_cache import refuse_no_cache
@@ -32,12 +32,12 @@ from headstart.train.ceiling import outside
 from headstart.train.features import cached_finals, refuse_missing
 from headstart.train.feed import plan_batches
 from headstart.train.loop import Training
+from headstart.train.modes import SHARDED, mode
 from headstart.train.run_folder import RunFolder, open_run, refuse_existing
+from headstart.train.wrapping import full_size
 
 LABELS_LOOKED_AT = 1024
 """How many labels are compared with the target's own choice before training."""
-DATA_PARALLEL = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU")
-"""Accelerate's modes in which every process holds the whole model; the others need gradients scaled in other places."""
 
 
 def parse_arguments(description: str, arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -87,32 +87,6 @@ def read_recipe(arguments: argparse.Namespace, *head_types: str) -> tuple[Recipe
     return recipe, replaced
 
 
-def start_processes(recipe: Recipe, *, cpu: bool) -> Accelerator:
-    """The accelerator of this launch; refuses another number of processes than the recipe is meant for."""
-    accelerator = Accelerator(
-        cpu=cpu,
-        mixed_precision="no",  # the recipe's dtype decides, not the launch configuration
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
-    )
-    if mode(accelerator) not in DATA_PARALLEL:
-        raise TrainingError(
-            f"this launch is in mode {mode(accelerator)}, which is not built yet; launch plain data parallelism, as "
-            "recipes/accelerate/eight-gpu.yaml does"
-        )
-    wanted, found = recipe.train.world_size, accelerator.num_processes
-    if wanted not in ("any", found):
-        raise TrainingError(
-            f"this launch has world size {found} ({mode(accelerator)}), the recipe is meant for {wanted}; "
-            f"launch {wanted} processes (accelerate launch --config_file ...), or --set train.world_size=any"
-        )
-    return accelerator
-
-
-def mode(accelerator: Accelerator) -> str:
-    """How several processes work together, in accelerate's words."""
-    return accelerator.distributed_type.value
-
-
 def on_main(accelerator: Accelerator, work: Callable[[], Any]) -> Any:
     """The result of `work` from the main process, on every rank; a HeadstartError or OSError there is raised on all."""
     box: list[Any] = [None, None]
@@ -141,7 +115,15 @@ def open_target(recipe: Recipe, accelerator: Accelerator, replaced: Sequence[str
     if recipe.data.features == "offline":
         refuse_no_cache(feature_folder(recipe))
         return load_recipe_light_target(recipe, device=accelerator.device)
-    target, in_target = load_recipe_target(recipe, device=accelerator.device)
+    placement, quantization = recipe.target.placement, recipe.target.quantization
+    if quantization != "none" and placement != "replicate":
+        raise TrainingError(
+            f"target.quantization: {quantization} is held whole by every process, and target.placement: {placement} "
+            "would cut it; choose one of the two"
+        )
+    # one that is to be cut is looked at on the CPU, whole, and each part goes to its device afterwards
+    device = accelerator.device if placement == "replicate" else "cpu"
+    target, in_target = load_recipe_target(recipe, device=device)
     for sentence in [*replaced, *in_target]:
         accelerator.print(f"--smoke: {sentence}")
     check_target(target)
@@ -158,6 +140,15 @@ def open_data(recipe: Recipe, target: Target, accelerator: Accelerator) -> Prepa
     if not recipe.target.name.startswith(RANDOM) and (warning := foreign_answers(target, data.train, recipe)):
         accelerator.print(f"warning: {warning}")
     return data
+
+
+def place_target(target: Target, recipe: Recipe, accelerator: Accelerator) -> None:
+    """Splits the target where the recipe asks for tensor parallelism and there are layers; else the wrapper does it
+    all."""
+    if recipe.target.placement == "tensor_parallel" and recipe.data.features != "offline":
+        from headstart.train.tensor_parallel import group_size, split_target
+
+        split_target(target, accelerator, group_size(recipe, accelerator))
 
 
 def take_folder(
@@ -226,22 +217,21 @@ def known_states(recipe: Recipe, target: Target) -> Callable[[TokenBatch], Tenso
 def describe(training: Training) -> str:
     """What is about to happen: processes, device, dtypes, parameters, data, length, and who reads what."""
     accelerator, recipe, target = training.accelerator, training.recipe, training.target
-    trainable = count_parameters(training.head)
-    held_by_target = sum(parameter.numel() for parameter in target.model.parameters())
+    trainable = sum(full_size(parameter) for parameter in training.head.parameters() if parameter.requires_grad)
+    held_by_target = sum(full_size(parameter) for parameter in target.model.parameters())
+    world = training.wrapped.world_size
+    sharded = mode(accelerator) in SHARDED
+    held = f"1/{accelerator.num_processes} on each process" if sharded else "whole on every process"
+    if target.group > 1:
+        held = f"split over groups of {target.group} processes"
     lines = [
         f"run: {training.run.path}",
         f"processes: world size {accelerator.num_processes}, mode {mode(accelerator)}, device {accelerator.device}",
-        f"precision: target {str(target.dtype).removeprefix('torch.')}, forward of the head {recipe.train.dtype}",
-        f"parameters: {trainable:,} trainable of {trainable + held_by_target:,} ({target.name} is frozen)",
+        f"precision: target {str(target.dtype).removeprefix('torch.')}, forward of the head {recipe.train.dtype}, "
+        "weights of the head and optimiser float32",
+        f"parameters: {trainable:,} trainable of {trainable + held_by_target:,} ({target.name} is frozen, {held})",
         f"one step: {recipe.train.batch_size} sequences x {recipe.train.accumulation} micro-batches "
-        f"x {accelerator.num_processes} processes; {training.schedule.total_steps} steps",
+        f"x {world} processes; {training.schedule.total_steps} steps",
     ]
-    lines += [
-        f"rank {rank} begins with rows: {', '.join(training.feed.first_rows(rank))}"
-        for rank in range(accelerator.num_processes)
-    ]
+    lines += [f"rank {rank} begins with rows: {', '.join(training.feed.first_rows(rank))}" for rank in range(world)]
     return "\n".join(lines)
-
-
-def count_parameters(head: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in head.parameters() if parameter.requires_grad)

@@ -1,11 +1,13 @@
-"""One optimiser step: micro-batches of all ranks in, sums and counts out, every label weighed alike."""
+"""The trained module, and one optimiser step: micro-batches of all ranks in, sums and counts out, every label weighed
+alike."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -16,6 +18,9 @@ from headstart.errors import TrainingError
 from headstart.heads.base import Head, HeadOutput
 from headstart.target import Target
 from headstart.train.features import FeatureSource, OnlineFeatures
+
+if TYPE_CHECKING:
+    from headstart.train.wrapping import Wrapped
 
 
 class TrainModule(nn.Module):
@@ -28,17 +33,26 @@ class TrainModule(nn.Module):
 
     def __init__(self, target: Target, head: Head, compute: torch.dtype, features: FeatureSource | None = None):
         super().__init__()
-        self.target_model = target.model.requires_grad_(False).eval()
+        target.model.requires_grad_(False).eval()
+        # a target split by tensor parallelism is none of the wrapper's business, and DDP refuses its kind of tensors
+        self.target_model = target.model if target.group == 1 else None
         self.head = head
         self._target, self.compute = target, compute
         self.features = features or OnlineFeatures(target, head.wants)
 
     def train(self, mode: bool = True) -> TrainModule:
         super().train(mode)
-        self.target_model.eval()
+        self._target.model.eval()
         return self
 
-    def forward(self, batch: TokenBatch) -> HeadOutput:
+    def decoder_layers(self) -> Sequence[nn.Module]:
+        """The target's layers as they run; with offline features stand-ins without weights."""
+        return list(self._target.running_layers)
+
+    def forward(self, batch: TokenBatch | Callable[[], None]) -> Any:
+        """The HeadOutput of one batch. Or calls a function: sharded weights can be used within a forward only."""
+        if not isinstance(batch, TokenBatch):
+            return batch()
         target, kind = self._target, batch.input_ids.device.type
         with torch.no_grad(), torch.autocast(kind, enabled=False):
             features = self.features(batch, keep=self.training)
@@ -69,11 +83,10 @@ class Totals:
     def __add__(self, other: Totals) -> Totals:
         return Totals(*(mine + theirs for mine, theirs in zip(self._values(), other._values(), strict=True)))
 
-    def over_ranks(self, accelerator: Accelerator) -> Totals:
-        """The sums of all ranks, brought to the CPU in one transfer."""
+    def over_ranks(self, accelerator: Accelerator, group: int = 1) -> Totals:
+        """The sums of all ranks, brought to the CPU in one transfer. group: so many processes counted the same."""
         values = self._values()
-        flat = accelerator.reduce(torch.cat([value.flatten() for value in values]), reduction="sum")
-        assert isinstance(flat, Tensor)
+        flat = accelerator.reduce(torch.cat([value.flatten() for value in values]), reduction="sum") / group
         parts = flat.cpu().split([value.numel() for value in values])
         return Totals(*(part.reshape(value.shape) for part, value in zip(parts, values, strict=True)))
 
@@ -99,14 +112,7 @@ def _shares(sums: Tensor, counts: Tensor) -> list[float | None]:
 
 
 def optimiser_step(
-    module: nn.Module,
-    optimizer: Any,
-    batches: list[TokenBatch],
-    *,
-    accelerator: Accelerator,
-    rate: float,
-    clip: float | None,
-    step: int,
+    wrapped: Wrapped, batches: list[TokenBatch], *, rate: float, clip: float | None, step: int
 ) -> tuple[Totals, float]:
     """One update from this rank's micro-batches; every rank brings equally many. Returns the totals of all ranks and
     the norm of the gradient before clipping.
@@ -116,33 +122,17 @@ def optimiser_step(
     Raises TrainingError, before any weight is touched, if a loss or the gradient is not finite. step: number of this
     step, for that message.
     """
-    optimizer.zero_grad(set_to_none=True)
-    totals = None
-    for index, batch in enumerate(batches):
-        batch = batch.to(accelerator.device)
-        last = index == len(batches) - 1
-        # gradients of all but the last micro-batch stay at home and travel with the last one's
-        with nullcontext() if last else accelerator.no_sync(module):
-            output = module(batch)
-            accelerator.backward(output.loss_sum)
-        totals = Totals.of(output, batch) if totals is None else totals + Totals.of(output, batch)
-    assert totals is not None
-    totals = totals.over_ranks(accelerator)
+    accelerator = wrapped.accelerator
+    totals = wrapped.accumulate([batch.to(accelerator.device) for batch in batches]).over_ranks(
+        accelerator, wrapped.group
+    )
     refuse_broken_loss(totals, step)
     labels = float(totals.token_count)
     if labels == 0:
         return totals, 0.0
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(accelerator.num_processes / labels)  # the wrapper has averaged over ranks
-    norm_tensor = accelerator.clip_grad_norm_(parameters, math.inf if clip is None else clip)
-    assert norm_tensor is not None
-    norm = float(norm_tensor)
-    refuse_broken_gradient(module, norm, step)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    optimizer.step()
+    # the wrapper has averaged over ranks
+    norm = wrapped.update(wrapped.world_size / labels, rate=rate, clip=clip)
+    refuse_broken_gradient(wrapped, norm, step)
     return totals, norm
 
 
@@ -154,15 +144,10 @@ def refuse_broken_loss(totals: Totals, step: int) -> None:
         raise TrainingError(f"step {step}: the loss of {which} is not finite; {_ADVICE}")
 
 
-def refuse_broken_gradient(module: nn.Module, norm: float, step: int) -> None:
+def refuse_broken_gradient(wrapped: Wrapped, norm: float, step: int) -> None:
     if math.isfinite(norm):
         return
-    broken = [
-        name
-        for name, parameter in module.named_parameters()
-        if parameter.grad is not None and not torch.isfinite(parameter.grad).all()
-    ]
-    names = ", ".join(broken[:4]) or "the head"
+    names = ", ".join(wrapped.broken_gradients()[:4]) or "the head"
     raise TrainingError(f"step {step}: the gradient of {names} is not finite (norm {norm}); {_ADVICE}")
 
 

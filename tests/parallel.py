@@ -1,0 +1,70 @@
+"""Two processes that train together over gloo on this machine's CPU, in any mode, forked from the test."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from accelerate import DistributedType
+from accelerate.state import AcceleratorState, PartialState
+
+# what `accelerate launch` sets for each mode, with the files of recipes/accelerate
+VARIABLES = {
+    "DDP": {"ACCELERATE_USE_CPU": "true"},
+    "ZeRO-2": {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "2"},
+    "ZeRO-3": {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"},
+    "FSDP2": {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+        "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    },
+}
+
+
+def in_two_processes(folder: Path, work: Callable[[int], object], mode: str = "DDP") -> list[str]:
+    """Runs `work(rank)` in two forked processes, with what a launch in this mode sets; what each of them returned."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    children = []
+    for rank in range(2):
+        child = os.fork()
+        if child:
+            children.append(child)
+            continue
+        status = 1
+        try:
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+            os.environ |= VARIABLES[mode]
+            sys.stdout = sys.stderr = open(folder / f"log-{rank}", "w")
+            forget_processes(mode)
+            (folder / f"result-{rank}").write_text(str(work(rank)))
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    assert statuses == [0, 0], "".join((folder / f"log-{rank}").read_text() for rank in range(2))
+    return [(folder / f"result-{rank}").read_text() for rank in range(2)]
+
+
+def forget_processes(mode: str) -> None:
+    """Accelerate starts afresh. It shards with FSDP2 on GPUs only, unless its own state says that there are some; that
+    it does on a CPU too is tried with the pinned version."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
+    if mode == "FSDP2":
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        assert not torch.cuda.is_available()
