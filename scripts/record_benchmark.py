@@ -2,7 +2,8 @@
 
     python scripts/record_benchmark.py quickstart runs/quickstart/report.json --note "one `make quickstart`, 11 minutes"
 
-An entry of the same name is replaced. What stands outside the table in docs/benchmarks.md is written by hand and stays.
+An entry of the same name is replaced. A report that compares several drafters is kept whole and has no line in the table.
+What stands outside the table in docs/benchmarks.md is written by hand and stays.
 """
 
 from __future__ import annotations
@@ -37,20 +38,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def entry(report: dict[str, Any], note: str) -> dict[str, Any]:
-    """The top level of the report, its settings, and its verdict on identity."""
+    """The top level of the report, its settings, its verdict on identity, and the drafters that it compares."""
     top = {key: value for key, value in report.items() if key != "details"}
     details = report["details"]
     kept = {key: details[key] for key in ("settings", "answers", "by_category", "per_depth", "identity")}
-    return {"note": note, **top, **kept}
+    several = {key: details[key] for key in ("drafters", "temperatures", "batches") if len(details[key]) > 1}
+    return {"note": note, **top, **kept, **several}
 
 
 def table(entries: dict[str, dict[str, Any]]) -> str:
-    """One line per entry."""
+    """One line per entry of one drafter."""
     lines = [
         "| name | date, commit | device, dtype | speedup | τ | forecast | drafted / plain / generate tok/s | note |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, one in entries.items():
+        if "drafters" in one:
+            continue
         where = one["environment"]
         machine = f"{where['device']} ({where['threads']} threads)"
         forecast = [one["forecast_acceptance_length"], one["forecast_speedup"]]
