@@ -182,7 +182,7 @@ def check_shards(real: str, of_ranks: list[dict[str, Any]]) -> None:
 def cut_smollm2(layers: int) -> Target:
     """SmolLM2-135M-Instruct without its later layers."""
     whole = load_target(bundled.NAME, dtype="float32")
-    whole.layers[layers:] = []  # pyright: ignore[reportIndexIssue]
+    del whole.layers[layers:]  # pyright: ignore[reportIndexIssue]
     whole.model.config.num_hidden_layers = layers
     return Target(whole.model, whole.tokenizer, name=whole.name)
 
