@@ -60,8 +60,10 @@ from headstart.train.optimisers import make_optimizer
 from headstart.train.preparation import count_labels
 from headstart.train.random_state import seed_everything
 from headstart.train.run_folder import environment
-from headstart.train.stepping import Totals, TrainModule, optimiser_step
-from headstart.train.wrapping import Wrapped, wrap
+from headstart.train.stepping import optimiser_step
+from headstart.train.train_module import Totals, TrainModule
+from headstart.train.wrap import wrap
+from headstart.train.wrapping import Wrapped
 
 SETTINGS = ("data.max_length=512", "data.packing=true", "train.batch_size=1", "train.accumulation=1")
 THREE_STEPS = "head.unrolled_steps=3"

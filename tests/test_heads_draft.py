@@ -21,7 +21,7 @@ from headstart.heads.formats import write_foreign
 from headstart.heads.losses import reference_loss
 from headstart.heads.store import build_head, load_head, refuse_misfit, save_head
 from headstart.target import load_target
-from headstart.train.stepping import TrainModule
+from headstart.train.train_module import TrainModule
 
 F64 = torch.float64
 

@@ -10,7 +10,7 @@ import train_cases as cases
 from headstart.data.packing import collate
 from headstart.heads.store import build_head
 from headstart.train.random_state import seed_everything
-from headstart.train.stepping import TrainModule
+from headstart.train.train_module import TrainModule
 
 HEADS = {
     "medusa": ("head.num_layers=3", "head.dropout=0"),

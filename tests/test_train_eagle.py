@@ -67,10 +67,10 @@ def test_a_stage_that_is_too_short_for_a_step_is_not_announced():
 def test_a_budget_of_cpu_seconds_times_every_stage(tmp_path, monkeypatch):
     asked = {}
 
-    def steps_within(seconds, new_trial, *, head, phases, **rest):
+    def steps_within(seconds, new_trial, *, wrapped, phases, **rest):
         for share in (0.0, 0.5):
             new_trial(share)()
-            asked[share] = head.steps
+            asked[share] = wrapped.head.steps
         assert phases == [0.5, 1.0]
         return 4
 

@@ -12,8 +12,9 @@ from headstart.data.packing import TokenBatch
 from headstart.heads.store import build_head
 from headstart.train.calibrate import Phase, seconds_of, steps_for, steps_within
 from headstart.train.features import OnlineFeatures
-from headstart.train.stepping import TrainModule
-from headstart.train.wrapping import Wrapped, wrap
+from headstart.train.train_module import TrainModule
+from headstart.train.wrap import wrap
+from headstart.train.wrapping import Wrapped
 
 SETTINGS = ("train.max_steps=20", "train.save_every=7", "train.eval_every=null", "data.packing=false")
 

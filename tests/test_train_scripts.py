@@ -53,7 +53,7 @@ def test_every_packaged_recipe_smoke_runs(tmp_path, capsys, name):
     ("arguments", "status", "sentence"),
     [
         (["--set", "train.lrr=1"], 2, "train.lr"),
-        (["--set", "target.placement=shard"], 2, "placement: shard"),
+        (["--set", "target.placement=shard"], 1, "target.placement: shard, which takes ZeRO-3"),
         (["--set", "train.dtype=float16"], 2, "use bfloat16 or float32"),
         (["--set", "train.world_size=4"], 1, "world size 1"),
         (["--recipe", "quickstrat.yaml"], 2, "did you mean quickstart"),

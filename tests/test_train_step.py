@@ -24,8 +24,9 @@ from headstart.train.feed import Feed
 from headstart.train.held_out import report
 from headstart.train.lr_schedule import Schedule
 from headstart.train.metrics import read_metrics
-from headstart.train.stepping import Totals, TrainModule, optimiser_step
-from headstart.train.wrapping import wrap
+from headstart.train.stepping import optimiser_step
+from headstart.train.train_module import Totals, TrainModule
+from headstart.train.wrap import wrap
 
 
 class FixedLosses(MedusaHead):

@@ -13,7 +13,8 @@ from headstart.heads.base import NUM_RANKS
 from headstart.recipe import Recipe
 from headstart.train.feed import plan_batches
 from headstart.train.random_state import unmoved_random_state
-from headstart.train.stepping import Totals, refuse_broken_loss
+from headstart.train.stepping import refuse_broken_loss
+from headstart.train.train_module import Totals
 from headstart.train.wrapping import Wrapped
 
 

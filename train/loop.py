@@ -36,8 +36,9 @@ from headstart.train.progress_line import Meter
 from headstart.train.random_state import seed_everything, unmoved_random_state
 from headstart.train.run_folder import RunFolder, training_hash, with_steps
 from headstart.train.shared_decoding import Acceptance, SharedDecoding
-from headstart.train.stepping import Totals, TrainModule, optimiser_step
-from headstart.train.wrapping import wrap
+from headstart.train.stepping import optimiser_step
+from headstart.train.train_module import Totals, TrainModule
+from headstart.train.wrap import wrap
 
 
 class Training:

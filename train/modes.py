@@ -22,6 +22,7 @@ from collections.abc import Mapping
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from headstart.errors import TrainingError
 from headstart.recipe import Recipe
@@ -49,7 +50,6 @@ def start_processes(recipe: Recipe, *, smoke: bool = False) -> Accelerator:
     zero = asked in (ZERO_2, ZERO_3)
     if zero:
         _ready_deepspeed()
-        os.environ["ACCELERATE_DEEPSPEED_ZERO3_INIT"] = "false"  # the target is looked at whole before it is cut
     handlers: list = [DistributedDataParallelKwargs(broadcast_buffers=False)]
     if zero and not torch.cuda.is_available():
         handlers.append(InitProcessGroupKwargs(backend="gloo"))  # without it every process would be alone
@@ -58,6 +58,7 @@ def start_processes(recipe: Recipe, *, smoke: bool = False) -> Accelerator:
         mixed_precision="no",  # the recipe's dtype decides, not the launch configuration
         kwargs_handlers=handlers,
     )
+    unset_hf_deepspeed_config()  # or transformers would cut the target while loading it, before it is looked at
     refuse_other_launch(os.environ, mode(accelerator), accelerator.num_processes)
     if not smoke:
         refuse_other_mode(recipe, mode(accelerator))
@@ -73,7 +74,7 @@ def mode(accelerator: Accelerator) -> str:
     if kind == "DEEPSPEED":
         return f"ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"  # pyright: ignore[reportOptionalMemberAccess]
     if kind == "FSDP":
-        return f"FSDP{accelerator.state.fsdp_plugin.fsdp_version}"
+        return f"FSDP{accelerator.state.fsdp_plugin.fsdp_version}"  # pyright: ignore[reportOptionalMemberAccess]
     return DDP if kind.startswith("MULTI_") else kind
 
 
@@ -136,7 +137,7 @@ def _ready_deepspeed() -> None:
         import deepspeed  # pyright: ignore[reportMissingImports]  (an extra)
 
         if not torch.cuda.is_available():
-            deepspeed.ops.__compatible_ops__ = defaultdict(bool)
+            deepspeed.ops.__compatible_ops__ = defaultdict(bool)  # pyright: ignore[reportAttributeAccessIssue]
     except ImportError:
         raise TrainingError(
             "ZeRO needs DeepSpeed, which is not installed: pip install 'headstart[deepspeed]'"

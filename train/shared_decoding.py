@@ -62,7 +62,7 @@ class SharedDecoding:
     def __call__(self, head: Head) -> Acceptance:
         drafting = copy.deepcopy(head).to(self.target.device, self.target.dtype).eval()
         requests = [request for row in self.rows if (request := self._request(row))]
-        attention = self.target.model.config._attn_implementation
+        attention = self.target.model.config._attn_implementation or "eager"
         try:
             engine = Engine(self.target, head_drafter(drafting, self.target), batch_size=max(1, len(requests)))
             steps = [step for answer in engine.generate(requests) for step in answer.steps if not step.cut]

@@ -28,7 +28,7 @@ LARGEST_CHANGE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 0.0
 
 def group_size(recipe: Recipe, accelerator: Accelerator) -> int:
     """How many processes the recipe splits its target over: so many, or all of a node."""
-    return recipe.target.tensor_parallel_size or int(os.environ.get("LOCAL_WORLD_SIZE", accelerator.num_processes))
+    return recipe.target.tensor_parallel_size or int(os.environ.get("LOCAL_WORLD_SIZE") or accelerator.num_processes)
 
 
 def split_target(target: Target, accelerator: Accelerator, size: int) -> None:

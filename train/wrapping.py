@@ -28,9 +28,8 @@ from headstart.borrowed import read_weight
 from headstart.data.packing import TokenBatch
 from headstart.errors import TrainingError
 from headstart.heads.base import Head
-from headstart.train.modes import DDP, FSDP2, SHARDED, ZERO_2, ZERO_3, mode
-from headstart.train.optimisers import MuonAndAdamW
-from headstart.train.stepping import Totals, TrainModule
+from headstart.train.modes import DDP, FSDP2, SHARDED, mode
+from headstart.train.train_module import Totals, TrainModule
 
 Result = TypeVar("Result")
 
@@ -159,21 +158,6 @@ class Wrapped:
                 for key, value in values.items()
             }
         self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
-
-
-def wrap(accelerator: Accelerator, module: TrainModule, optimizer: torch.optim.Optimizer, group: int = 1) -> Wrapped:
-    """The module and its optimiser, prepared for the mode of this launch. group: as in `Wrapped`."""
-    kind = mode(accelerator)
-    if kind in (ZERO_2, ZERO_3, FSDP2) and isinstance(optimizer, MuonAndAdamW):
-        raise TrainingError(
-            f"train.optimizer: muon needs whole matrices, which {kind} splits; set train.optimizer: adamw, or launch "
-            "plain data parallelism (eight-gpu.yaml)"
-        )
-    if kind in (ZERO_2, ZERO_3):
-        from headstart.train.zero import ZeroWrapped
-
-        return ZeroWrapped(accelerator, module, optimizer)
-    return Wrapped(accelerator, module, optimizer, group)
 
 
 def by_parameter(tensors: dict[str, Tensor], known: Any) -> dict[str, dict[str, Tensor]]:

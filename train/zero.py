@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headstart.data.packing import TokenBatch
-from headstart.train.stepping import Totals, TrainModule
+from headstart.train.train_module import Totals, TrainModule
 from headstart.train.wrapping import Wrapped, by_parameter
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -59,7 +59,8 @@ class ZeroWrapped(Wrapped):
     def head_state(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_fp32_param  # pyright: ignore[reportMissingImports]
 
-        whole = {name: safe_get_full_fp32_param(parameter).clone() for name, parameter in self.head.named_parameters()}
+        gather: Any = safe_get_full_fp32_param
+        whole = {name: gather(parameter).clone() for name, parameter in self.head.named_parameters()}
         return {**self.head.state_dict(), **whole}
 
     @torch.no_grad()
@@ -84,11 +85,13 @@ class ZeroWrapped(Wrapped):
 
         if not self.base.state:  # no step has been taken
             return {}
+        gather: Any = safe_get_full_optimizer_state
+        self._link_states()
         step = next(iter(self.base.state.values()))["step"]
         tensors = {f"step/{name}": step.detach().clone() for name, _ in self.head.named_parameters()}
         for key in MOMENTS:
             for name, parameter in self.head.named_parameters():
-                tensors[f"{key}/{name}"] = safe_get_full_optimizer_state(parameter, key).clone()
+                tensors[f"{key}/{name}"] = gather(parameter, key).clone()
         return tensors
 
     @torch.no_grad()
@@ -118,10 +121,14 @@ class ZeroWrapped(Wrapped):
             for flat in getattr(self.zero, sharded if self.sharded else whole):
                 moments = {key: torch.zeros_like(flat) for key in MOMENTS}
                 self.base.state[flat] = {"step": step.clone().to(flat.device), **moments}
+            self._link_states()
+
+    def _link_states(self) -> None:
+        """Tells each parameter where its states stand. ZeRO-2 does so once, in its first step, when the vector of
+        the second group of parameters has none yet."""
         if not self.sharded:
             self.zero._hp_optimizer_states_linked = False
-            if step is not None:
-                self.zero._lazy_init_hp_params_optimizer_state()
+            self.zero._lazy_init_hp_params_optimizer_state()
 
     def _own_part(self, parameter: Any, value: Tensor) -> Tensor:
         """What this process holds of a parameter of ZeRO-3: an equal share of the flattened values, zeros behind the
