@@ -152,7 +152,7 @@ def _one_of(rank: int, count: int, folder: str, repeats: int, steps: int) -> Non
     point = Point("world size", count, distributed=count > 1)
     point.seconds_per_token(1)
     seconds = statistics.median(point.seconds_per_token(steps) for _ in range(repeats))
-    (Path(folder) / f"rank-{rank}").write_text(str(seconds), encoding="utf-8")
+    write_text(Path(folder) / f"rank-{rank}", str(seconds))
     torch.distributed.destroy_process_group()
 
 
