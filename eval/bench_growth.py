@@ -40,7 +40,7 @@ from headstart.recipe import Recipe, override
 from headstart.train.optimisers import make_optimizer
 from headstart.train.random_state import seed_everything
 from headstart.train.run_folder import environment
-from headstart.train.stepping import TrainModule
+from headstart.train.train_module import TrainModule
 
 DIMENSIONS = {
     "hidden_size": 256,

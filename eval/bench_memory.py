@@ -43,7 +43,9 @@ from headstart.rehearsal import Ledger
 from headstart.train.optimisers import make_optimizer
 from headstart.train.random_state import seed_everything
 from headstart.train.run_folder import environment
-from headstart.train.stepping import TrainModule, optimiser_step
+from headstart.train.stepping import optimiser_step
+from headstart.train.train_module import TrainModule
+from headstart.train.wrap import wrap
 
 PARTS = ("target", "head", "gradients", "optimizer", "working", "at_once")
 DIMENSIONS = {
@@ -93,13 +95,11 @@ def measure(recipe: Recipe, config: LlamaConfig) -> dict[str, int]:
     module = TrainModule(target, head, parse_dtype(recipe.train.dtype)).train()
     accelerator = Accelerator(cpu=True, mixed_precision="no")
     optimizer = make_optimizer(recipe.train, head)
+    wrapped = wrap(accelerator, module, optimizer)
     batches = [whole_batch(recipe)] * recipe.train.accumulation
 
     def step() -> None:
-        settings = recipe.train
-        optimiser_step(
-            module, optimizer, batches, accelerator=accelerator, rate=settings.lr, clip=settings.clip, step=1
-        )
+        optimiser_step(wrapped, batches, rate=recipe.train.lr, clip=recipe.train.clip, step=1)
 
     step()
     optimizer.zero_grad(set_to_none=True)

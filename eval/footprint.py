@@ -42,7 +42,7 @@ from headstart.target import Features, Target, find_layers
 from headstart.train.curriculum import stages
 from headstart.train.features import OnlineFeatures
 from headstart.train.optimisers import make_optimizer
-from headstart.train.stepping import TrainModule
+from headstart.train.train_module import TrainModule
 
 TARGET, HEAD, GRADIENTS, OPTIMIZER = "target", "head", "gradients", "optimizer"
 FORWARD, STEP, FEATURES = "target forward", "step", "features"

@@ -2,7 +2,7 @@
 
     python scripts/record_benchmark.py quickstart runs/quickstart/report.json --note "one `make quickstart`, 11 minutes"
 
-An entry of the same name is replaced. A report of several drafters is kept with all of them, without a line in the table.
+An entry of the same name is replaced. A report of several drafters is kept with all of them and not in the table.
 What stands outside the table in docs/benchmarks.md is written by hand and stays.
 """
 
