@@ -29,7 +29,8 @@ from headstart.recipe import Recipe, Source, load_recipe, override
 from headstart.scripts import features
 from headstart.train.checkpoint import Progress
 from headstart.train.feed import StreamFeed
-from headstart.train.preparation import describe, start_processes
+from headstart.train.modes import start_processes
+from headstart.train.preparation import describe
 
 TOKENIZER = tiny.tokenizer()
 
@@ -233,7 +234,7 @@ def test_two_processes_share_a_stream_and_take_as_many_steps(tmp_path):
 
     def work(rank: int) -> str:
         data = prepared(made)
-        processes = start_processes(made, cpu=True)
+        processes = start_processes(made, smoke=True)
         training = train_cases.training(
             tmp_path / "two", made, rows=data.train, held_out=data.held_out, processes=processes
         )
