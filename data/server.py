@@ -36,7 +36,7 @@ MAY_PASS = {408, 425, 429}
 class _TryAgain(Exception):
     """The answer may come if the question is asked again. seconds: how long the server wants to be left alone."""
 
-    def __init__(self, reason: str, seconds: float | None = None):
+    def __init__(self, reason: str, seconds: int | float | None = None):
         super().__init__(reason)
         self.seconds = seconds
 
@@ -52,12 +52,12 @@ class Server:
     concurrency: int = 16
     """Questions that are with the server at once."""
     max_new_tokens: int = 512
-    temperature: float = 0.0
+    temperature: int | float = 0.0
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template, as the recipe has them."""
-    timeout: float = 600.0
+    timeout: int | float = 600.0
     """Seconds that one answer may take, waiting for its turn on the server included."""
-    first_wait: float = 1.0
+    first_wait: int | float = 1.0
     """Seconds before the second try."""
     models: list[str] = field(default_factory=list)
     """What the server says that it serves; `transformers serve` names what was downloaded, and serves more."""

@@ -105,9 +105,9 @@ class Point:
 
     def __init__(self, name: str, value: int, *, distributed: bool = False):
         recipe = recipe_of(name, value)
-        rows = {"vocab_size": value} if name == "vocabulary" else {}
+        dimensions: dict[str, Any] = {**DIMENSIONS, **({"vocab_size": value} if name == "vocabulary" else {})}
         seed_everything(0)
-        target = bare_target(recipe, LlamaConfig(**{**DIMENSIONS, **rows}))
+        target = bare_target(recipe, LlamaConfig(**dimensions))
         head = bare_head(recipe, target)
         head.set_share(1.0)
         module = TrainModule(target, head, parse_dtype(recipe.train.dtype)).train()

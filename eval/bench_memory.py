@@ -142,7 +142,8 @@ def _allocations(seen: profile) -> list[tuple[int, int]]:
         event = pending.pop()
         pending += event.children
         if event.tag == _EventType.Allocation:
-            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+            block: Any = event.extra_fields
+            found.append((event.start_time_ns, block.ptr, block.alloc_size))
     return [(address, size) for _, address, size in sorted(found, key=lambda one: one[0])]
 
 
