@@ -35,6 +35,7 @@ from headstart.atomic import write_text
 from headstart.errors import HeadstartError, RecipeError
 from headstart.eval.figures import refuse_output
 from headstart.eval.footprint import bare_head, bare_target, whole_batch
+from headstart.heads.configs import Number
 from headstart.loading import parse_dtype
 from headstart.recipe import Recipe, override
 from headstart.train.optimisers import make_optimizer
@@ -115,7 +116,7 @@ class Point:
         self.optimizer, self.batch = make_optimizer(recipe.train, head), whole_batch(recipe)
         self.batch.input_ids.random_(0, target.vocab_size, generator=torch.Generator().manual_seed(0))
 
-    def seconds_per_token(self, steps: int) -> float:
+    def seconds_per_token(self, steps: int) -> Number:
         """CPU seconds of this process."""
         begun = time.process_time()
         for _ in range(steps):
@@ -125,7 +126,7 @@ class Point:
         return (time.process_time() - begun) / (steps * self.batch.num_tokens)
 
 
-def measure(name: str, *, repeats: int, steps: int) -> dict[int, float]:
+def measure(name: str, *, repeats: int, steps: int) -> dict[int, Number]:
     """Median CPU seconds per token at every value of a series."""
     values = SERIES[name].values
     if name == "world size":
@@ -137,7 +138,7 @@ def measure(name: str, *, repeats: int, steps: int) -> dict[int, float]:
     return {value: statistics.median(found[value] for found in rounds) for value in values}
 
 
-def _of_processes(count: int, repeats: int, steps: int) -> float:
+def _of_processes(count: int, repeats: int, steps: int) -> Number:
     """The same where `count` processes train together: the mean over them."""
     with tempfile.TemporaryDirectory() as folder:
         processes.spawn(_one_of, (count, folder, repeats, steps), nprocs=count)
@@ -156,7 +157,7 @@ def _one_of(rank: int, count: int, folder: str, repeats: int, steps: int) -> Non
     torch.distributed.destroy_process_group()
 
 
-def fit(series: Series, seconds: dict[int, float]) -> dict[str, float]:
+def fit(series: Series, seconds: dict[int, Number]) -> dict[str, Number]:
     """The line through the points: cost = fixed + slope * x, and the largest share by which a point is off it."""
     x, y = [series.factor(value) for value in seconds], list(seconds.values())
     slope, fixed = statistics.linear_regression(x, y)
@@ -164,7 +165,7 @@ def fit(series: Series, seconds: dict[int, float]) -> dict[str, float]:
     return {"fixed": fixed, "slope": slope, "largest_error": off}
 
 
-def show(name: str, seconds: dict[int, float], line: dict[str, float]) -> str:
+def show(name: str, seconds: dict[int, Number], line: dict[str, Number]) -> str:
     """The costs of a series in microseconds a token, its law, and how well it holds."""
     costs = ", ".join(f"{value}: {1e6 * cost:.0f}" for value, cost in seconds.items())
     return (

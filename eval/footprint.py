@@ -19,9 +19,10 @@ from fnmatch import fnmatch
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
 from headstart.borrowed import input_module, output_module
 from headstart.data.features import sequence_features
@@ -30,7 +31,7 @@ from headstart.device_kind import device_kind, pretend
 from headstart.errors import HeadError, HeadstartError, TargetError
 from headstart.heads.base import Head
 from headstart.heads.chunked import LOGITS
-from headstart.heads.configs import DraftConfig, EagleConfig, UnrolledConfig
+from headstart.heads.configs import DraftConfig, EagleConfig, Number, UnrolledConfig
 from headstart.heads.draft import as_student
 from headstart.heads.starting import as_used
 from headstart.heads.store import make_head
@@ -144,10 +145,10 @@ def bare_head(recipe: Recipe, target: Target) -> Head:
 
 
 def bare_target(recipe: Recipe, config: PreTrainedConfig) -> Target:
-    """A target of this configuration with fresh weights in the recipe's dtype, and no tokenizer."""
+    """A target of this configuration with fresh weights in the recipe's dtype, and a tokenizer that knows nothing."""
     model: Any = AutoModelForCausalLM.from_config(config, dtype=parse_dtype(recipe.target.dtype))
-    no_tokenizer: Any = None
-    return Target(model, no_tokenizer, name=recipe.target.name)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+    return Target(model, tokenizer, name=recipe.target.name)
 
 
 def _target(recipe: Recipe, config: PreTrainedConfig) -> Target:
@@ -267,7 +268,7 @@ class _Stage:
                 parameter.grad = torch.empty_like(parameter)
 
 
-def _longest(recipe: Recipe) -> float:
+def _longest(recipe: Recipe) -> Number:
     """A share of the training that lies in the stage with the most unrolled steps."""
     found = stages(recipe.head)
     longest = max(range(len(found)), key=lambda number: found[number].steps)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from headstart.eval.footprint import Footprint
+from headstart.heads.configs import Number
 
 UNITS_IN_FLIGHT = 2
 """Layers of a spread target that are whole at one time: the one that runs, and the next, on its way."""
@@ -36,20 +37,20 @@ class Cluster:
     gpus: int
     memory: int
     """Bytes of one GPU."""
-    target_flops: float
+    target_flops: Number
     """Floating-point operations at the peak, in the target's dtype."""
-    head_flops: float
+    head_flops: Number
     """The same in the dtype of the head's forward."""
-    utilisation: float
+    utilisation: Number
     """Share of the peak that is reached."""
-    bandwidth: float
+    bandwidth: Number
     """Bytes between GPUs, in one direction."""
 
     @property
     def usable(self) -> int:
         return round(self.memory * (1 - KEPT_FREE))
 
-    def around(self, size: float) -> float:
+    def around(self, size: Number) -> Number:
         """Seconds until `size` bytes have gone once around all GPUs: gathered from all, or reduced over all."""
         return (self.gpus - 1) / self.gpus * size / self.bandwidth
 
@@ -62,7 +63,7 @@ class Placement:
     parts: dict[str, int]
     """target, head, gradients, optimizer, buffers, and working: what comes and goes in a step."""
     usable: int
-    micro_batch_seconds: float
+    micro_batch_seconds: Number
     tokens_at_once: int
     """Tokens that all GPUs together go through in one micro-batch."""
     refusal: str | None = None
@@ -77,7 +78,7 @@ class Placement:
         return self.refusal is None and self.total <= self.usable
 
     @property
-    def tokens_per_second(self) -> float:
+    def tokens_per_second(self) -> Number:
         """Of all GPUs together."""
         return self.tokens_at_once / self.micro_batch_seconds
 
@@ -124,8 +125,8 @@ def _data_parallel(
     accumulation: int,
     *,
     target: int,
-    gradients: float = 1.0,
-    optimizer: float = 1.0,
+    gradients: Number = 1.0,
+    optimizer: Number = 1.0,
     working: int | None = None,
     target_flops: int | None = None,
 ) -> Placement:
@@ -199,7 +200,7 @@ def _tensor_parallel(footprint: Footprint, cluster: Cluster, accumulation: int) 
     )
 
 
-def _products(footprint: Footprint, cluster: Cluster, target_flops: float | None = None) -> float:
+def _products(footprint: Footprint, cluster: Cluster, target_flops: Number | None = None) -> Number:
     """Seconds of one GPU for the products of one micro-batch."""
     target = footprint.target_flops if target_flops is None else target_flops
     return (target / cluster.target_flops + footprint.head_flops / cluster.head_flops) / cluster.utilisation

@@ -46,11 +46,11 @@ class Length:
 
     tokens: int
     """In one pass over the training data, and to be kept in a cache."""
-    passes: float
+    passes: Number
     source: str
 
     @property
-    def total(self) -> float:
+    def total(self) -> Number:
         return self.tokens * self.passes
 
 
@@ -59,8 +59,8 @@ def run(
     *,
     gpus: int = 1,
     memory: str = "80GB",
-    tflops: float | None = None,
-    utilisation: float = UTILISATION,
+    tflops: Number | None = None,
+    utilisation: Number = UTILISATION,
     bandwidth: str | None = None,
     rows: int | None = None,
     tokens: int | None = None,
@@ -187,7 +187,7 @@ def cache_bytes(footprint: Footprint, config: PreTrainedConfig, recipe: Recipe, 
 
 
 def _cluster(
-    recipe: Recipe, gpus: int, memory: int, tflops: float | None, utilisation: float, bandwidth: str | None
+    recipe: Recipe, gpus: int, memory: int, tflops: Number | None, utilisation: Number, bandwidth: str | None
 ) -> tuple[Cluster, list[str]]:
     """The GPUs, and in sentences what was assumed of them."""
     if not 0 < utilisation <= 1:

@@ -17,7 +17,7 @@ def show(
     recipe: Recipe,
     footprint: Footprint,
     cluster: Cluster,
-    total_tokens: float,
+    total_tokens: Number,
     found: Sequence[Placement],
     figures: dict[str, Any],
     console: Console,
@@ -80,9 +80,9 @@ def _choice(recipe: Recipe, found: Sequence[Placement]) -> str:
     return said + f"Fastest that fits and runs the target: {online.name}."
 
 
-def size(count: float) -> str:
+def size(count: Number) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
 
 
-def _gb(count: float) -> str:
+def _gb(count: Number) -> str:
     return f"{count / 1e9:.2f}"
