@@ -207,7 +207,7 @@ def test_other_families_draft_in_4_bits(family):
 @pytest.mark.parametrize("bits", BITS)
 def test_sampled_rows_have_the_targets_joint_distribution(bits):
     drafter = QuantisedDrafter(small_target(), bits, 3)
-    assert_distribution(drafter, "warm", SMOKE_DRAWS, (701 + bits) * 1_000_000, tests=2)
+    assert_distribution(drafter, "warm", SMOKE_DRAWS, (701 + bits) * 1_000_000, tests=2, accepted=(1, 3))
 
 
 def test_a_seed_gives_the_same_text_in_any_batch():
