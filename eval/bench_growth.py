@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,9 @@ from transformers import LlamaConfig
 
 from headstart.atomic import write_text
 from headstart.errors import HeadstartError, RecipeError
+from headstart.eval.acceptance import Number
 from headstart.eval.figures import refuse_output
 from headstart.eval.footprint import bare_head, bare_target, whole_batch
-from headstart.heads.configs import Number
 from headstart.loading import parse_dtype
 from headstart.recipe import Recipe, override
 from headstart.train.optimisers import make_optimizer
@@ -165,7 +165,7 @@ def fit(series: Series, seconds: dict[int, Number]) -> dict[str, Number]:
     return {"fixed": fixed, "slope": slope, "largest_error": off}
 
 
-def show(name: str, seconds: dict[int, Number], line: dict[str, Number]) -> str:
+def show(name: str, seconds: dict[int, Number], line: Mapping[str, Any]) -> str:
     """The costs of a series in microseconds a token, its law, and how well it holds."""
     costs = ", ".join(f"{value}: {1e6 * cost:.0f}" for value, cost in seconds.items())
     return (

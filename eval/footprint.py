@@ -29,9 +29,10 @@ from headstart.data.features import sequence_features
 from headstart.data.packing import TokenBatch
 from headstart.device_kind import device_kind, pretend
 from headstart.errors import HeadError, HeadstartError, TargetError
+from headstart.eval.acceptance import Number
 from headstart.heads.base import Head
 from headstart.heads.chunked import LOGITS
-from headstart.heads.configs import DraftConfig, EagleConfig, Number, UnrolledConfig
+from headstart.heads.configs import DraftConfig, EagleConfig, UnrolledConfig
 from headstart.heads.draft import as_student
 from headstart.heads.starting import as_used
 from headstart.heads.store import make_head

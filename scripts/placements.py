@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from headstart.eval.acceptance import Number
 from headstart.eval.footprint import Footprint
-from headstart.heads.configs import Number
 
 UNITS_IN_FLIGHT = 2
 """Layers of a spread target that are whole at one time: the one that runs, and the next, on its way."""
