@@ -13,6 +13,8 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+import tiny
+from fake_server import FakeServer
 
 from headstart import cli
 from headstart.data.distill import distill
@@ -23,8 +25,6 @@ from headstart.data.reports import SkipReport
 from headstart.data.server import Server, retry_after
 from headstart.errors import DataError, HeadstartWarning
 from headstart.recipe import ChatSection, Recipe
-from tests import tiny
-from tests.fake_server import FakeServer
 
 RENDERER = ChatRenderer(tiny.tokenizer(), ChatSection(system="Be brief."))
 

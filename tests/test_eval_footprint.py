@@ -63,6 +63,7 @@ def test_features_and_state_have_the_sizes_of_their_definitions():
     assert footprint.working_offline <= footprint.working
 
 
+@pytest.mark.slow
 def test_products_are_those_of_the_formula():
     recipe = example({**HEADS["eagle3"], "fc_norm": True}, length=128, draft_vocab=128)
     footprint = foretell(recipe, CONFIG, kind="cpu")
@@ -77,6 +78,7 @@ def test_products_are_those_of_the_formula():
     assert footprint.target_flops == pytest.approx(2 * layers * length + attention, rel=0.03)
 
 
+@pytest.mark.slow
 def test_a_curriculum_costs_the_mean_of_its_stages_and_the_memory_of_its_longest():
     def of(steps):
         return foretell(
@@ -89,6 +91,7 @@ def test_a_curriculum_costs_the_mean_of_its_stages_and_the_memory_of_its_longest
     assert both.head_flops == pytest.approx(0.25 * one.head_flops + 0.75 * three.head_flops)
 
 
+@pytest.mark.slow
 def test_a_gpu_takes_larger_chunks_and_plain_attention():
     recipe = example(HEADS["eagle3"], length=128, draft_vocab=128, batch_size=2)
     cpu, gpu = (foretell(recipe, CONFIG, kind=kind) for kind in ("cpu", "cuda"))
