@@ -22,6 +22,7 @@ from headstart.data.feature_codec import INT8, bytes_per_token
 from headstart.data.prepare import prepare
 from headstart.data.sources import local_files
 from headstart.errors import RecipeError, TargetError
+from headstart.eval.acceptance import Number
 from headstart.eval.figures import refuse_output, write_figures
 from headstart.eval.footprint import Footprint, foretell
 from headstart.loading import explained, load_tokenizer, locate

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from headstart.eval.acceptance import Number
 from headstart.eval.footprint import Footprint
 from headstart.recipe import Recipe
 from headstart.scripts.placements import Cluster, Placement, fastest

@@ -69,7 +69,7 @@ def test_a_head_learns_the_quantised_target(tmp_path):
 
 def test_a_target_is_loaded_quantised_and_one_without_linear_layers_is_refused(tmp_path):
     folder = tiny.save(tmp_path / "target")
-    kinds = {type(one) for layer in load_target(folder, quantization="int4").layers for one in layer.modules()}
+    kinds = {type(one) for layer in load_target(str(folder), quantization="int4").layers for one in layer.modules()}
     assert QuantisedLinear in kinds and torch.nn.Linear not in kinds
     with pytest.raises(TargetError, match="tiny-gpt2 has no linear layers that could be quantised"):
         quantise_layers(tiny.target("gpt2"), 8)
