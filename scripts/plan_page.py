@@ -27,7 +27,7 @@ def show(
     target, section = footprint.target, recipe.target
     console.print(
         f"{recipe.name}: {section.name}, {target.parameters / 1e9:.2f} G parameters, {size(target.weights)} in "
-        f"{section.dtype}; a {recipe.head.type} head of {footprint.head_parameters / 1e6:.1f} M, trained in float32\n"
+        f"{section.dtype}; {_article(recipe.head.type)} {recipe.head.type} head of {footprint.head_parameters / 1e6:.1f} M, trained in float32\n"
         f"{cluster.gpus} GPUs of {size(cluster.memory)}, of which {size(cluster.usable)} can be filled"
     )
     console.print(_table(recipe, footprint, found, figures))
@@ -79,6 +79,10 @@ def _choice(recipe: Recipe, found: Sequence[Placement]) -> str:
     if online is None:
         return said + "Only offline features fit, and the target's forward that fills their cache needs more GPUs once."
     return said + f"Fastest that fits and runs the target: {online.name}."
+
+
+def _article(word: str) -> str:
+    return "an" if word[0] in "aeiou" else "a"
 
 
 def size(count: Number) -> str:
