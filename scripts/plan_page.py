@@ -27,7 +27,8 @@ def show(
     target, section = footprint.target, recipe.target
     console.print(
         f"{recipe.name}: {section.name}, {target.parameters / 1e9:.2f} G parameters, {size(target.weights)} in "
-        f"{section.dtype}; {_article(recipe.head.type)} {recipe.head.type} head of {footprint.head_parameters / 1e6:.1f} M, trained in float32\n"
+        f"{section.dtype}; {_article(recipe.head.type)} {recipe.head.type} head of "
+        f"{footprint.head_parameters / 1e6:.1f} M, trained in float32\n"
         f"{cluster.gpus} GPUs of {size(cluster.memory)}, of which {size(cluster.usable)} can be filled"
     )
     console.print(_table(recipe, footprint, found, figures))
