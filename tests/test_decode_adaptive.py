@@ -350,7 +350,7 @@ def test_a_sample_has_the_targets_joint_distribution(policy):
 @pytest.mark.parametrize("setting", ["cool", "top-k"])
 def test_three_tokens_have_the_targets_joint_distribution(setting):
     first = (911 + list(SETTINGS).index(setting)) * 1_000_000
-    assert_distribution(drawing("wandering"), setting, DRAWS, first, tests=len(SETTINGS))
+    assert_distribution(drawing("wandering"), setting, DRAWS, first, tests=len(SETTINGS), accepted=(0.02, 2))
 
 
 def test_nothing_is_asked_of_a_drafter_that_is_not_to_draft():
