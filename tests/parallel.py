@@ -28,32 +28,43 @@ VARIABLES = {
 }
 
 
+def fork(work: Callable[[], object], log: Path | None = None) -> int:
+    """Runs `work` in a forked process, whose id is returned; its status is 0 where nothing was raised. log: what it
+    prints is appended there."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        if log is not None:
+            sys.stdout = sys.stderr = open(log, "a")
+        work()
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(status)
+
+
 def in_two_processes(folder: Path, work: Callable[[int], object], mode: str = "DDP") -> list[str]:
     """Runs `work(rank)` in two forked processes, with what a launch in this mode sets; what each of them returned."""
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    children = []
+
+    def one(rank: int) -> None:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        os.environ |= VARIABLES[mode]
+        forget_processes(mode)
+        (folder / f"result-{rank}").write_text(str(work(rank)))
+
     for rank in range(2):
-        child = os.fork()
-        if child:
-            children.append(child)
-            continue
-        status = 1
-        try:
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-            os.environ |= VARIABLES[mode]
-            sys.stdout = sys.stderr = open(folder / f"log-{rank}", "w")
-            forget_processes(mode)
-            (folder / f"result-{rank}").write_text(str(work(rank)))
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            os._exit(status)
+        (folder / f"log-{rank}").unlink(missing_ok=True)
+    children = [fork(lambda rank=rank: one(rank), folder / f"log-{rank}") for rank in range(2)]
     statuses = [os.waitpid(child, 0)[1] for child in children]
     assert statuses == [0, 0], "".join((folder / f"log-{rank}").read_text() for rank in range(2))
     return [(folder / f"result-{rank}").read_text() for rank in range(2)]

@@ -8,9 +8,7 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
-import traceback
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,6 +16,7 @@ import pytest
 import tiny
 import torch
 import train_cases as cases
+from parallel import fork
 
 from headstart.data import feature_cache, feature_shards
 from headstart.data.feature_cache import FeatureCache, FeatureWriter
@@ -374,22 +373,15 @@ class Slow:
 
 def write_in_child(folder: Path, rows: int) -> int:
     """Starts filling a cache in a process of its own; its id."""
-    sys.stdout.flush()
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
+
+    def work() -> None:
         plain_open: Any = Path.open
         Path.open = lambda path, mode="r", *more, **named: (  # pyright: ignore[reportAttributeAccessIssue]
             Slow(plain_open(path, mode, *more, **named)) if mode == "wb" else plain_open(path, mode, *more, **named)
         )
         fill(folder, cases.random_rows(rows))
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
+
+    return fork(work)
 
 
 def kill_and_resume(folder: Path, kills: int, rows: int, moments: random.Random) -> tuple[int, int]:

@@ -7,15 +7,14 @@ import os
 import random
 import shutil
 import signal
-import sys
 import time
-import traceback
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
 import train_cases as cases
+from parallel import fork
 from safetensors.torch import load_file
 
 from headstart.errors import TrainingError
@@ -88,20 +87,7 @@ def test_dropout_has_its_part_in_that_test(tmp_path):
 
 def run_in_child(folder: Path, recipe: Recipe) -> int:
     """Starts, or takes up, a run in a child process; its process id."""
-    sys.stdout.flush()
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        sys.stdout = sys.stderr = open(folder.parent / "child.log", "a")
-        cases.training(folder, recipe, resume=folder.exists()).finish()
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(status)
+    return fork(lambda: cases.training(folder, recipe, resume=folder.exists()).finish(), folder.parent / "child.log")
 
 
 def kill_again_and_again(folder: Path, recipe: Recipe, kills: int, moments: random.Random) -> int:
