@@ -21,6 +21,7 @@ from headstart.target import Target
 _MEND = {
     "target": "give the target that it was made with (target.name, target.revision)",
     "target dtype": "--set target.dtype={stored}",
+    "target.adapter": "name the adapter that it was made with (target.adapter; null for none)",
     "target.quantization": "--set target.quantization={stored}",
     "tokenizer": "give the tokenizer that it was made with (target.name, target.revision)",
     "chat template": "give the tokenizer that it was made with (target.name, target.revision)",
@@ -55,6 +56,7 @@ def cache_key(target: Target, recipe: Recipe, layers: Sequence[int], storage: st
         "target": {part: facts[part] for part in ("shape", "config", "weights")},
         "target dtype": str(target.dtype).removeprefix("torch."),
         # of another quantisation the fingerprint says nothing; a plain target's key is as it was before there was any
+        "target.adapter": facts.get("adapter"),
         "target.quantization": None if quantization == "none" else quantization,
         "tokenizer": tokenizer,
         "chat template": template,

@@ -10,7 +10,7 @@ from typing import Any
 from headstart.data.rendering import ChatRenderer
 from headstart.decode.selfcheck import check_target
 from headstart.errors import HeadError, RecipeError, warn
-from headstart.heads.store import read_description
+from headstart.heads.store import ADAPTER, read_description
 from headstart.recipe import ChatSection, Recipe, load_recipe, quoted
 from headstart.recipe_target import load_recipe_target
 from headstart.target import Target
@@ -61,10 +61,12 @@ def find_named(head: str | Path | None = None, target: str | None = None, *, ove
             raise RecipeError("neither a head nor a target is named; add --head RUN or --target NAME")
     if name is not None:
         changes = [f"target.name={quoted(name)}", "target.architecture=null", *changes]
+    if folder is not None and (folder / ADAPTER).is_dir():  # the target learnt with it
+        changes = [f"target.adapter={quoted(str(folder / ADAPTER))}", *changes]
     if run is None:  # the size that suits the quickstart's head says nothing of others
         changes = ["eval.tree=auto", *changes]
     recipe = load_recipe(source, changes)
-    return Named(recipe, run, folder, _template_notes(recipe, description))
+    return Named(recipe, run, folder, [*_template_notes(recipe, description), *_joint_notes(description)])
 
 
 def load_named(named: Named, *, device: str | None = None, dtype: str | None = None) -> Trained:
@@ -96,6 +98,20 @@ def find_head(path: Path) -> tuple[Path | None, Path]:
         raise HeadError(f"there is no run {path}; name a folder that training wrote, such as runs/quickstart")
     run = folder.parent if folder.name == "head" else path
     return (run if (run / "recipe.yaml").is_file() else None), folder
+
+
+def _joint_notes(description: dict[str, Any]) -> list[str]:
+    """What the target became by learning with the head."""
+    stored = description.get("training", {})
+    if "joint" not in stored:
+        return []
+    said = "the target learnt with its head (train.joint), and texts are those of the tuned target"
+    if "target_kl" not in stored:
+        return [said]
+    return [
+        f"{said}: on held-out text its KL to the original is {stored['target_kl']:.4f} nats a token, its perplexity "
+        f"{stored['target_perplexity']:.3f}, that of the original {stored['target_original_perplexity']:.3f}"
+    ]
 
 
 def _template_notes(recipe: Recipe, description: dict[str, Any]) -> list[str]:

@@ -45,6 +45,8 @@ from headstart.target import Target, check_fingerprint
 FORMAT = 1
 """Of the folder; a reader refuses a later one."""
 WEIGHTS, CONFIG = "head.safetensors", "config.json"
+ADAPTER = "adapter"
+"""Folder beside them: the PEFT adapter that the target learnt with the head."""
 VOCAB_IDS = "vocab.ids"
 _CLASSES: dict[type[HeadConfig], type[Head]] = {
     MedusaConfig: MedusaHead,

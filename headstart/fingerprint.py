@@ -46,6 +46,7 @@ NUM_ROWS = 64
 
 def fingerprint(target: Target) -> dict[str, Any]:
     """A JSON-ready dict: `name`, and `shape`, `config`, `tokenizer` and `weights` with the values that are compared.
+    (`adapter` is a fifth part, where one was merged into the target: `headstart.adapters` adds it.)
 
     weights: SHA-256 of 64 evenly spaced rows of the embedding, the output head and one matrix of the middle layer,
     after rounding to bfloat16, so that a checkpoint has one fingerprint in every floating dtype. A quantised matrix
@@ -63,7 +64,7 @@ def fingerprint(target: Target) -> dict[str, Any]:
     return json.loads(
         json.dumps(
             {
-                "name": _public_name(target.name),
+                "name": public_name(target.name),
                 "shape": shape,
                 "config": {key: config[key] for key in VALUE_KEYS if config.get(key) is not None},
                 "tokenizer": _tokenizer_facts(target),
@@ -95,7 +96,7 @@ def check_fingerprint(
     shape = _differences(stored, current, ("shape",))
     if shape:
         raise TargetError(f"{made} {trained_on}, and {target.name} has another shape: {shape}")
-    rest = _differences(stored, current, ("config", "tokenizer", "weights"))
+    rest = _differences(stored, current, ("config", "tokenizer", "weights", "adapter"))
     if not rest:
         return
     message = f"{made} {trained_on}, and {target.name} differs from it: {rest}"
@@ -104,7 +105,7 @@ def check_fingerprint(
     warn(f"{message}; used all the same, as asked")
 
 
-def _public_name(name: str) -> str:
+def public_name(name: str) -> str:
     """A folder's own name without the folders above it: a fingerprint is shipped, and those are nobody's business."""
     return name if name.startswith("bundled:") or not Path(name).exists() else Path(name).resolve().name
 
@@ -113,13 +114,13 @@ def _differences(stored: dict[str, Any], current: dict[str, Any], sections: tupl
     """The differing values in words, at most four of them; empty if there are none."""
     found = []
     for section in sections:
-        before, after = stored.get(section, {}), current[section]
+        before, after = stored.get(section, {}), current.get(section, {})
         for key in sorted({*before, *after}):
             old, new = before.get(key), after.get(key)
             if old == new or (section == "weights" and None in (old, new)):
                 continue
             # checksums and lists of ids say nothing to a reader
-            brief = section == "weights" or len(f"{old}{new}") > 120
+            brief = section in ("weights", "adapter") or len(f"{old}{new}") > 120
             found.append(f"{section} {key}" if brief else f"{section} {key} {old!r} became {new!r}")
     more = f" and {len(found) - 4} more" if len(found) > 4 else ""
     return ", ".join(found[:4]) + more

@@ -121,8 +121,9 @@ def parse_device(device: str | torch.device | None) -> torch.device:
 
 
 @contextmanager
-def explained(name: str) -> Iterator[None]:
-    """Turns whatever goes wrong while loading into one sentence; from_pretrained raises almost any exception."""
+def explained(name: str, *, check: str = "target.name and target.dtype") -> Iterator[None]:
+    """Turns whatever goes wrong while loading into one sentence; from_pretrained raises almost any exception. check:
+    what to look at where nothing is known of the cause."""
     try:
         yield
     except TargetError:
@@ -133,7 +134,7 @@ def explained(name: str) -> Iterator[None]:
             if part.lower() in text.lower():
                 raise TargetError(f"{name} could not be loaded: {reason}") from error
         first_line = (text.strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        raise TargetError(f"{name} could not be loaded ({first_line}); check target.name and target.dtype") from error
+        raise TargetError(f"{name} could not be loaded ({first_line}); check {check}") from error
 
 
 def locate(name: str) -> tuple[str, dict[str, Any]]:

@@ -58,6 +58,10 @@ class TargetSection(Config):
     """Smaller frozen weights within the layers: a half, or about a quarter, of bfloat16. The head then learns, and
     decoding is exact for, the quantised target. Such weights are held whole: for `placement: replicate` only."""
 
+    adapter: str | None = Field(default=None, min_length=1)
+    """A PEFT adapter (folder or hub id) that is merged into the weights when the target is loaded: the target is then
+    the fine-tuned model. What `train.joint` trained is found beside its head and need not be named."""
+
     revision: str | None = None
     """Branch, tag or commit on the hub; null: the default branch."""
 
@@ -169,6 +173,41 @@ class DataSection(Config):
     """Settings of `headstart data distill`."""
 
 
+class JointSection(Config):
+    """Medusa-2: in a second stage the target learns with its heads, through LoRA adapters. What is shipped is head and
+    adapters; decoding is exact for the target with the adapters in it."""
+
+    start: Number = Field(default=0.4, ge=0, lt=1)
+    """Share of the steps in which the heads learn alone; untrained heads would only disturb the target."""
+
+    lr: Number = Field(default=1e-4, gt=0)
+    """Highest learning rate of the adapters, which rises and falls within the second stage. A tenth of the heads'."""
+
+    warmup: Number = Field(default=0.05, ge=0, lt=1)
+    """Share of the second stage in which that rate rises."""
+
+    base_loss: Literal["kl", "hard-ce"] = "kl"
+    """What holds the target: `kl`, that to its own original distribution (self-distillation: the adapters off), or
+    `hard-ce`, the text, which also teaches it the data."""
+
+    head_weight: Number = Field(default=0.2, gt=0)
+    """Weight of the heads' loss in what the adapters learn, beside 1 for the target's own. More gains acceptance and
+    moves the target further."""
+
+    rank: int = Field(default=32, ge=1)
+    """Rank of the adapters."""
+
+    alpha: Number = Field(default=16, gt=0)
+    """Scale of the adapters, times 1/rank."""
+
+    dropout: Number = Field(default=0.05, ge=0, lt=1)
+    """Share of the adapters' inputs that is dropped in training."""
+
+    modules: Literal["all-linear"] | list[str] = "all-linear"
+    """Which linear layers within the decoder layers are adapted, by the last part of their names: `[q_proj, v_proj]`.
+    Embedding and output head, tied or not, stay as they are: the heads borrow them."""
+
+
 class TrainSection(Config):
     """How long and how hard. The length is `max_steps` if given, else `cpu_seconds` if given, else `epochs`."""
 
@@ -217,6 +256,9 @@ class TrainSection(Config):
     activation_checkpointing: bool = False
     """Work the inner activations of the head out again in the backward pass instead of keeping them: less memory for
     long sequences, unrolled steps and students, about a third more time. (The frozen target keeps none.)"""
+
+    joint: JointSection | None = None
+    """Medusa-2, a second stage in which the target learns too; null: the target stays frozen."""
 
     eval_every: int | None = Field(default=500, ge=1)
     """Optimiser steps between two looks at the held-out conversations; null: at the end only."""
@@ -321,6 +363,27 @@ class Recipe(Config):
             raise ValueError("`data.streaming` needs `train.max_steps`, since nobody knows how many rows there are")
         if self.data.streaming and self.data.features == "offline":
             raise ValueError("`data.streaming` reads rows that no cache holds: set `data.features` to online or hybrid")
+        return self
+
+    @model_validator(mode="after")
+    def _check_joint(self) -> Recipe:
+        target, train = self.target, self.train
+        if target.adapter is not None and self.data.features == "offline":
+            raise ValueError(
+                "`target.adapter` changes layers, and `data.features: offline` loads none: use hybrid"
+            )
+        if train.joint is None:
+            return self
+        wrong = {
+            "a head of another type than medusa": self.head.type != "medusa",
+            "`data.features: offline`, which loads no layers": self.data.features == "offline",
+            f"`target.placement: {target.placement}`": target.placement != "replicate",
+            f"`target.quantization: {target.quantization}`": target.quantization != "none",
+            "`target.adapter`, which is best merged and saved before": target.adapter is not None,
+            "`train.optimizer: muon`": train.optimizer != "adamw",
+        }
+        if found := [what for what, is_so in wrong.items() if is_so]:
+            raise ValueError(f"`train.joint` trains the target too, and cannot do so with {' and '.join(found)}")
         return self
 
     def to_yaml(self) -> str:

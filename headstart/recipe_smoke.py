@@ -37,6 +37,7 @@ _AT_MOST = {
 }
 _REPLACED = {
     "target.dtype": "float32",
+    "target.adapter": None,
     "target.revision": None,
     "target.trust_remote_code": False,
     "head.layers": None,
@@ -80,6 +81,9 @@ def shrink(recipe: Recipe) -> tuple[Recipe, list[str]]:
     if values["head"].get("init") not in (None, *OWN_STARTS):  # a trained head has the sizes of the real target
         said.append(f"head.init: {OWN_STARTS[0]} instead of {values['head']['init']}")
         values["head"]["init"] = OWN_STARTS[0]
+    if values["train"]["joint"] is not None and values["train"]["joint"]["rank"] > 8:
+        said.append(f"train.joint.rank: 8 instead of {values['train']['joint']['rank']}")
+        values["train"]["joint"]["rank"] = 8
     if not values["name"].endswith("-smoke"):
         values["name"] += "-smoke"
     return Recipe.model_validate(values), [sentence for sentence in said if sentence]

@@ -43,11 +43,16 @@ def load_recipe_target(
             revision=section.revision,
             architecture=architecture,
             quantization=section.quantization,
+            adapter=section.adapter,
         ), []
     assert architecture is not None, "shrink() gives every random target an architecture"
     target, replaced = random_target(
         architecture, shrink=True, seed=recipe.seed, tokenizer=load_tokenizer(bundled.NAME), dtype=dtype
     )
+    if section.adapter is not None:
+        from headstart.adapters import merge_adapter  # PEFT takes a second to import
+
+        merge_adapter(target, section.adapter)
     if bits := BITS[section.quantization]:
         quantise_layers(target, bits)
     if device is not None:

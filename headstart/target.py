@@ -295,12 +295,13 @@ def load_target(
     revision: str | None = None,
     architecture: str | Path | None = None,
     quantization: str = "none",
+    adapter: str | Path | None = None,
 ) -> Target:
     """Loads a frozen target: a hub id, a folder, a GGUF file or bundled:smollm2-135m.
 
     dtype: auto is bfloat16 where the device has instructions for it, else float32. device: None is the first GPU, or
     else the CPU. architecture: a published config.json that it must agree with. quantization: int8 or int4 for the
-    linear layers; the target is then the quantised model.
+    linear layers; the target is then the quantised model. adapter: a PEFT adapter, merged before that.
     Whatever goes wrong is one TargetError. The embedding and output head that heads borrow are checked against the
     model's own forward, which costs one forward of eight tokens.
     """
@@ -311,6 +312,10 @@ def load_target(
     target = Target(load_model(name, dtype=found_dtype, device=found_device, **remote), tokenizer, name=name)
     if architecture is not None:
         compare_architecture(architecture, target)
+    if adapter is not None:
+        from headstart.adapters import merge_adapter  # PEFT takes a second to import
+
+        merge_adapter(target, adapter)
     if bits := BITS[quantization]:
         quantise_layers(target, bits)
     check_borrowed(target)

@@ -45,7 +45,7 @@ def steps_within(
     `epoch_steps` steps) whose target states are kept; then the same 20 steps are timed again, which tells what the
     target costs, and that share of the steps after the first epoch does without it.
     """
-    weights, moments = wrapped.head_state(), wrapped.optimizer_tensors()
+    weights, adapters, moments = wrapped.head_state(), wrapped.adapter_state(), wrapped.optimizer_tensors()
     begins = [0.0, *phases[:-1]]
     with unmoved_random_state():
         times = [_seconds_per_step(new_trial(share), clock) for share in (begins[:1] if remembered else begins)]
@@ -54,6 +54,7 @@ def steps_within(
             fresh, times = times[0], [_seconds_per_step(new_trial(share), clock) for share in begins]
             target = fresh - times[0]
     wrapped.load_head_state(weights)
+    wrapped.load_adapter_state(adapters)
     wrapped.load_optimizer_tensors(moments)
     accelerator = wrapped.accelerator
     costs = [[one + target for one in times], [one + (1 - remembered) * target for one in times]]

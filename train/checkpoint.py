@@ -37,6 +37,8 @@ from headstart.train.random_state import random_state, set_random_state
 from headstart.train.wrapping import Wrapped
 
 FORMAT = 2
+ADAPTERS = "adapters.safetensors"
+"""Of a target that learns too (`train.joint`)."""
 STEP_FOLDER = re.compile(r"step-(\d{8})")
 
 
@@ -86,6 +88,8 @@ def save_checkpoint(
         start_folder(folder)
         save_head(head, partial, fingerprint=target.fingerprint(), training_record=record)
         save_file(optimizer, partial / "optimizer.safetensors")
+        if adapters := wrapped.adapter_state():
+            save_file(adapters, partial / ADAPTERS)
     accelerator.wait_for_everyone()
     if wrapped.leads:
         save_file(random_state(), partial / _random_name(wrapped.rank))
@@ -126,6 +130,8 @@ def load_checkpoint(
                 "go on with the recipe that it was started with, or choose another --name"
             )
     wrapped.load_head_state(load_head(folder, target).state_dict())
+    if wrapped.joint is not None:
+        wrapped.load_adapter_state(load_file(folder / ADAPTERS))
     wrapped.load_optimizer_tensors(load_file(folder / "optimizer.safetensors"))
     random = folder / _random_name(wrapped.rank)
     if random.is_file():

@@ -7,7 +7,8 @@ vary from launch to launch as clocks do; nothing that training does depends on t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,16 +73,22 @@ class Forecast:
 
 
 class Forecaster:
-    """Forecasts for one target and its held-out rows; called with the head as it stands."""
+    """Forecasts for one target and its held-out rows; called with the head as it stands.
 
-    def __init__(self, target: Target, rows: Sequence[Row]):
-        self.target, self.rows = target, spread(rows, NUM_ANSWERS)
+    tuned: while it is entered, the target is the one that will be decoded; its costs are those of the plain one.
+    """
+
+    def __init__(
+        self, target: Target, rows: Sequence[Row], tuned: Callable[[], AbstractContextManager[None]] = nullcontext
+    ):
+        self.target, self.rows, self.tuned = target, spread(rows, NUM_ANSWERS), tuned
         self._costs: tuple[CostCurve, float | DraftCosts] | None = None
 
     @torch.no_grad()
     def __call__(self, head: Head) -> Forecast:
         depth = tree_depth(head)
-        answers = rank_rows(head, self.target, self.rows, depth=depth)
+        with self.tuned():
+            answers = rank_rows(head, self.target, self.rows, depth=depth)
         sizes = CPU_SIZES if self.target.device.type == "cpu" else SIZES
         if self._costs is None:
             decoder = shared_copy(self.target)

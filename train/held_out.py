@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from headstart.data.packing import collate
+from headstart.data.packing import TokenBatch, collate
 from headstart.data.rendering import Row
 from headstart.heads.base import NUM_RANKS
 from headstart.recipe import Recipe
@@ -27,13 +27,11 @@ def evaluate(wrapped: Wrapped, rows: Sequence[Row], recipe: Recipe, *, step: int
     """
     if not len(rows):
         return None
-    plan = plan_batches(rows, recipe, rank=wrapped.rank, world_size=wrapped.world_size)
-    totals, module, device = None, wrapped.module, wrapped.accelerator.device
+    totals, module = None, wrapped.module
     module.eval()
     try:
         with unmoved_random_state():
-            for group in plan:
-                batch = collate(rows, group).to(device)
+            for batch in held_out_batches(wrapped, rows, recipe):
                 part = Totals.of(module(batch), batch)
                 totals = part if totals is None else totals + part
     finally:
@@ -42,6 +40,12 @@ def evaluate(wrapped: Wrapped, rows: Sequence[Row], recipe: Recipe, *, step: int
     totals = totals.over_ranks(wrapped.accelerator, wrapped.group)
     refuse_broken_loss(totals, step)
     return totals
+
+
+def held_out_batches(wrapped: Wrapped, rows: Sequence[Row], recipe: Recipe) -> Iterator[TokenBatch]:
+    """This rank's part of the held-out rows, on its device."""
+    plan = plan_batches(rows, recipe, rank=wrapped.rank, world_size=wrapped.world_size)
+    return (collate(rows, group).to(wrapped.accelerator.device) for group in plan)
 
 
 def report(totals: Totals) -> dict[str, Any]:

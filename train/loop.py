@@ -10,15 +10,16 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 
 from headstart.atomic import publish, start_folder
 from headstart.data.rendering import Row
 from headstart.heads.base import Head
-from headstart.heads.store import save_head
+from headstart.heads.store import ADAPTER, save_head
 from headstart.loading import parse_dtype
 from headstart.recipe import Recipe
 from headstart.target import Target
@@ -28,7 +29,7 @@ from headstart.train.curriculum import stages
 from headstart.train.features import FeatureSource, feature_source
 from headstart.train.feed import StreamFeed, open_feed
 from headstart.train.forecasting import Forecast, Forecaster
-from headstart.train.held_out import evaluate, report, shares
+from headstart.train.held_out import evaluate, held_out_batches, report, shares
 from headstart.train.lr_schedule import Schedule
 from headstart.train.metrics import Metrics
 from headstart.train.optimisers import make_optimizer
@@ -39,6 +40,9 @@ from headstart.train.shared_decoding import Acceptance, SharedDecoding
 from headstart.train.stepping import optimiser_step
 from headstart.train.train_module import Totals, TrainModule
 from headstart.train.wrap import wrap
+
+if TYPE_CHECKING:
+    from headstart.train.joint import Drift, Joint
 
 
 class Training:
@@ -61,14 +65,18 @@ class Training:
         target.fingerprint()  # while all processes are here, and its weights
         if recipe.train.activation_checkpointing:
             head.recompute_activations()
+        self.joint = _open_joint(recipe, target)
         rank = accelerator.process_index // target.group
         seed_everything(recipe.seed, rank)
         self.features = features or feature_source(recipe, target, head.wants, (rows, held_out), rank=rank)
-        module = TrainModule(target, head, parse_dtype(recipe.train.dtype, accelerator.device), self.features).train()
-        self.wrapped = wrap(accelerator, module, make_optimizer(recipe.train, head), target.group)
+        compute = parse_dtype(recipe.train.dtype, accelerator.device)
+        module = TrainModule(target, head, compute, self.features, self.joint).train()
+        adapters = () if self.joint is None else self.joint.adapters.parameters.values()
+        self.wrapped = wrap(accelerator, module, make_optimizer(recipe.train, head, adapters), target.group)
         self.feed = open_feed(rows, recipe, rank=rank, world_size=self.wrapped.world_size)
         self.forecaster = self._new_forecaster()
         self.progress = Progress()
+        self.drift: Drift | None = None
         self.meter = Meter()
         self.schedule = self._work_out_length()
         self._resume()
@@ -76,7 +84,7 @@ class Training:
 
     def finish(self) -> Progress:
         """Trains to the last step, from wherever the run stands, and writes `head/`: the best head if any was held to
-        be best, else the last one."""
+        be best, else the last one. A head whose target learnt too is always the last, with its adapters."""
         train, total = self.recipe.train, self.schedule.total_steps
         if self.progress.step == total and self.run.head.is_dir():
             self.metrics.close()
@@ -103,12 +111,17 @@ class Training:
     def step(self, progress: Progress, schedule: Schedule, share: float | None = None) -> tuple[Totals, float, float]:
         """One optimiser step, which moves `progress` on: its totals, the gradient's norm, the learning rate. share: how
         far the training is, for heads with a curriculum; None: as `progress` says."""
-        rate = schedule.rate(progress.step)
-        self.head.set_share(progress.step / schedule.total_steps if share is None else share)
+        rate, adapter_rate = schedule.rate(progress.step), 0.0
+        share = progress.step / schedule.total_steps if share is None else share
+        self.head.set_share(share)
+        if self.joint is not None:
+            self.joint.active = share >= self.joint.settings.start
+            adapter_rate = self.joint.rate(progress.step, schedule)
         with self.meter.waiting():
             batches = self.feed.next_step(progress)
+        clip = self.recipe.train.clip
         totals, norm = optimiser_step(
-            self.wrapped, batches, rate=rate, clip=self.recipe.train.clip, step=progress.step + 1
+            self.wrapped, batches, rate=rate, clip=clip, step=progress.step + 1, adapter_rate=adapter_rate
         )
         progress.step += 1
         progress.tokens += int(totals.tokens)
@@ -122,6 +135,8 @@ class Training:
             "chat": self.recipe.data.chat.model_dump(),
             "world_size": self.accelerator.num_processes,
             "mode": self.wrapped.mode,
+            **({} if self.joint is None else {"joint": self.joint.settings.model_dump()}),
+            **({} if self.drift is None else self.drift.as_metrics()),
             **asdict(self.progress),
         }
 
@@ -130,7 +145,8 @@ class Training:
         if not len(self.held_out) or self.recipe.data.features == "offline":
             return None  # without its layers there is no target to ask
         if self.recipe.target.placement == "replicate":
-            return Forecaster(self.target, self.held_out)
+            tuned = nullcontext if self.joint is None else self.joint.tuned
+            return Forecaster(self.target, self.held_out, tuned)
         return SharedDecoding(self.target, self.held_out, self.recipe.eval)
 
     def _work_out_length(self) -> Schedule:
@@ -218,19 +234,30 @@ class Training:
         values, forecast = report(totals), self._forecast()
         if forecast is not None:
             values |= forecast.as_metrics()
+        if self.joint is not None and self.joint.active:
+            batches = held_out_batches(self.wrapped, self.held_out, self.recipe)
+            self.drift = self.joint.measure_drift(self.features, batches, self.accelerator)
+            values |= {} if self.drift is None else self.drift.as_metrics()
         self.metrics.write(self.progress.step, "held_out", values)
-        best = self.progress.best_value
-        if best is None or values["loss"] < best:
-            self.progress.best_step, self.progress.best_value = self.progress.step, values["loss"]
-            self.progress.best_metric = "loss"
-            head = self.wrapped.whole_head()
-            if self.accelerator.is_main_process:
-                save_best(self.run.checkpoints, head, self.target, self.record())
+        if self.joint is None:  # else losses compare different targets
+            self._keep_best(values["loss"])
+        best = "" if self.progress.best_step is None else f"  best at step {self.progress.best_step}"
         line = (
             f"step {self.progress.step}  held out: loss {values['loss']:.3f}  top-1 {shares(values['top_1'])}  "
-            f"top-5 {shares(values['top_5'])}  best at step {self.progress.best_step}"
+            f"top-5 {shares(values['top_5'])}{best}"
         )
-        self.accelerator.print(line if forecast is None else f"{line}\n  {forecast}", flush=True)
+        said = [line, *(f"  {more}" for more in (forecast, self.drift) if more is not None)]
+        self.accelerator.print("\n".join(said), flush=True)
+
+    def _keep_best(self, loss: float) -> None:
+        """The head as it stands, if no loss on held-out text was lower."""
+        if self.progress.best_value is not None and loss >= self.progress.best_value:
+            return
+        self.progress.best_step, self.progress.best_value = self.progress.step, loss
+        self.progress.best_metric = "loss"
+        head = self.wrapped.whole_head()
+        if self.accelerator.is_main_process:
+            save_best(self.run.checkpoints, head, self.target, self.record())
 
     def _forecast(self) -> Forecast | Acceptance | None:
         """Of the head as it stands; from the main process alone, unless the target takes all of them."""
@@ -255,7 +282,7 @@ class Training:
         )
 
     def _ship(self) -> None:
-        """`head/` is the best head, or the last where none was held out."""
+        """`head/` is the best head, or the last where none was held out or the target learnt too."""
         head = self.wrapped.whole_head()
         if not self.accelerator.is_main_process:
             return
@@ -264,8 +291,21 @@ class Training:
         if best.is_dir():
             shutil.copytree(best, partial, dirs_exist_ok=True)
         else:
-            save_head(head, partial, fingerprint=self.target.fingerprint(), training_record=self.record())
+            adapters = None if self.joint is None else self.joint.adapters
+            made_for = (adapters or self.target).fingerprint()
+            save_head(head, partial, fingerprint=made_for, training_record=self.record())
+            if adapters is not None:
+                adapters.save(partial / ADAPTER)
         publish(partial, self.run.head)
+
+
+def _open_joint(recipe: Recipe, target: Target) -> Joint | None:
+    """What trains the target too, where the recipe asks for it; its adapters are put in place."""
+    if recipe.train.joint is None:
+        return None
+    from headstart.train.joint import Joint  # PEFT takes seconds to import
+
+    return Joint(recipe.train.joint, target, recomputes=recipe.train.activation_checkpointing)
 
 
 def due(step: int, every: int | None) -> bool:

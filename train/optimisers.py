@@ -7,7 +7,7 @@ Either way the loop holds one optimiser: one list of groups whose rate it sets, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +21,17 @@ MOMENTUM = "momentum_buffer"
 """What torch's Muon calls its one state."""
 
 
-def make_optimizer(settings: TrainSection, head: nn.Module) -> torch.optim.Optimizer:
-    """The optimiser that the recipe names, over the head's parameters alone; only matrices are decayed."""
+def make_optimizer(
+    settings: TrainSection, head: nn.Module, adapters: Iterable[nn.Parameter] = ()
+) -> torch.optim.Optimizer:
+    """The optimiser that the recipe names, over the head's parameters, of which only matrices are decayed, and over
+    those of the adapters (AdamW only), in a group marked `adapters` that has a rate of its own."""
     named = list(head.named_parameters())
     if settings.optimizer == "adamw":
         decayed = [parameter for name, parameter in named if parameter.dim() > 1 and not name.endswith("bias")]
         groups = _two_groups(named, decayed, settings.weight_decay)
+        if of_adapters := list(adapters):
+            groups.append({"params": of_adapters, "weight_decay": 0.0, "adapters": True})
         return torch.optim.AdamW(groups, lr=settings.lr, betas=BETAS, fused=True)
     matrices = [parameter for name, parameter in named if is_inner_matrix(name, parameter)]
     first, rest = _two_groups(named, matrices, settings.weight_decay)

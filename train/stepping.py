@@ -11,7 +11,13 @@ from headstart.train.wrapping import Wrapped
 
 
 def optimiser_step(
-    wrapped: Wrapped, batches: list[TokenBatch], *, rate: float, clip: float | None, step: int
+    wrapped: Wrapped,
+    batches: list[TokenBatch],
+    *,
+    rate: float,
+    clip: float | None,
+    step: int,
+    adapter_rate: float = 0.0,
 ) -> tuple[Totals, float]:
     """One update from this rank's micro-batches; every rank brings equally many. Returns the totals of all ranks and
     the norm of the gradient before clipping.
@@ -30,7 +36,8 @@ def optimiser_step(
     if labels == 0:
         return totals, 0.0
     # the wrapper has averaged over ranks
-    norm = wrapped.update(wrapped.world_size / labels, rate=rate, clip=clip)
+    scale = wrapped.world_size / labels
+    norm = wrapped.update(scale, rate=rate, clip=clip, adapter_rate=adapter_rate)
     refuse_broken_gradient(wrapped, norm, step)
     return totals, norm
 

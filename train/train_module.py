@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import Accelerator
@@ -16,18 +16,32 @@ from headstart.heads.base import Head, HeadOutput
 from headstart.target import Target
 from headstart.train.features import FeatureSource, OnlineFeatures
 
+if TYPE_CHECKING:
+    from headstart.train.joint import Joint
+
 
 class TrainModule(nn.Module):
     """Target and head as one module, the thing that is wrapped for several processes; all training is its `forward`.
 
     The target is frozen: no gradient, always in evaluation mode, in no optimiser and in no checkpoint, and computes in
     its own dtype. compute: bfloat16 for autocast around the head, whose weights stay in fp32. features: where the
-    target's states come from; None: it runs in every forward.
+    target's states come from; None: it runs in every forward. joint: what trains adapters on the target in a second
+    stage.
     """
 
-    def __init__(self, target: Target, head: Head, compute: torch.dtype, features: FeatureSource | None = None):
+    def __init__(
+        self,
+        target: Target,
+        head: Head,
+        compute: torch.dtype,
+        features: FeatureSource | None = None,
+        joint: Joint | None = None,
+    ):
         super().__init__()
-        target.model.requires_grad_(False).eval()
+        if joint is None:  # else all but the adapters is frozen already
+            target.model.requires_grad_(False)
+        target.model.eval()
+        self.joint = joint
         # a target split by tensor parallelism is none of the wrapper's business, and DDP refuses its kind of tensors
         self.target_model = target.model if target.group == 1 else None
         self.head = head
@@ -51,6 +65,8 @@ class TrainModule(nn.Module):
         with torch.no_grad(), torch.autocast(kind, enabled=False):
             features = self.features(batch, keep=self.training)
         with torch.autocast(kind, torch.bfloat16) if self.compute == torch.bfloat16 else nullcontext():
+            if self.joint is not None and self.joint.active:
+                return self.joint.forward(self.head, batch, features)
             return self.head(features, batch, target.embedding, target.output)
 
 

@@ -21,6 +21,11 @@ def wrap(accelerator: Accelerator, module: TrainModule, optimizer: torch.optim.O
             f"train.optimizer: muon needs whole matrices, which {kind} splits; set train.optimizer: adamw, or launch "
             "plain data parallelism (eight-gpu.yaml)"
         )
+    if kind in (ZERO_2, ZERO_3, FSDP2) and module.joint is not None:
+        raise TrainingError(
+            f"train.joint trains the target's adapters too, which {kind} would shard; launch one process or plain data "
+            "parallelism (eight-gpu.yaml)"
+        )
     if kind in (ZERO_2, ZERO_3):
         return ZeroWrapped(accelerator, module, optimizer)
     return Wrapped(accelerator, module, optimizer, group)

@@ -47,7 +47,7 @@ class Wrapped:
         self.group, self.rank = group, accelerator.process_index // group
         self.world_size = accelerator.num_processes // group
         self.leads = accelerator.process_index % group == 0
-        self.sharded = self.mode in SHARDED
+        self.sharded, self.joint = self.mode in SHARDED, module.joint
         self._whole = copy.deepcopy(self.head).cpu().eval() if self.sharded else None
         self.module: Any
         self.optimizer: Any
@@ -57,7 +57,8 @@ class Wrapped:
         if self.mode == FSDP2:
             _wrap_layers_of(self.accelerator, module)
         elif self.mode == DDP:  # every process has read the target itself: it need not be sent to all
-            ignored = [name for name, value in module.named_parameters() if not value.requires_grad]
+            # nor adapters, which learn in the second stage only: `_exchange` sees to their gradients
+            ignored = [name for name, _ in module.named_parameters() if not name.startswith("head.")]
             nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
         return self.accelerator.prepare(module, optimizer)
 
@@ -73,11 +74,13 @@ class Wrapped:
                 output = self.module(batch)
                 self.accelerator.backward(output.loss_sum)
             totals.append(Totals.of(output, batch))
+        if self.joint is not None and self.joint.active and self.accelerator.num_processes > 1:
+            _exchange(self.accelerator, list(self.joint.adapters.parameters.values()))
         return sum(totals[1:], totals[0])
 
-    def update(self, scale: float, *, rate: float, clip: float | None) -> float:
+    def update(self, scale: float, *, rate: float, clip: float | None, adapter_rate: float = 0.0) -> float:
         """Scales the gradients, clips and steps. Returns their norm before clipping; where it is not finite, nothing
-        has changed."""
+        has changed. adapter_rate: of the adapters, which a rate of 0 leaves as they are."""
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         for parameter in parameters:
             if parameter.grad is not None:
@@ -86,7 +89,7 @@ class Wrapped:
         norm = float(_whole(found))
         if math.isfinite(norm):
             for group in self.optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = adapter_rate if group.get("adapters") else rate
             self.optimizer.step()
         return norm
 
@@ -94,7 +97,7 @@ class Wrapped:
         """Names of parameters whose gradient is not finite, as far as this process can tell."""
         return [
             name
-            for name, parameter in self.head.named_parameters()
+            for name, parameter in self._trained().items()
             if parameter.grad is not None and not torch.isfinite(_local(parameter.grad)).all()
         ]
 
@@ -131,11 +134,25 @@ class Wrapped:
         for name, value in self.head.state_dict().items():
             value.copy_(_laid_out_like(value, state[name]))
 
+    def adapter_state(self) -> dict[str, Tensor]:
+        """A copy of the adapters' weights, as PEFT names them; empty where the target is frozen."""
+        return {} if self.joint is None else self.joint.adapters.state()
+
+    def load_adapter_state(self, state: dict[str, Tensor]) -> None:
+        """The inverse of `adapter_state`."""
+        if self.joint is not None:
+            self.joint.adapters.load_state(state)
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """All that the optimiser holds, by name."""
+        adapters = {} if self.joint is None else self.joint.adapters.parameters
+        return {**dict(self.head.named_parameters()), **{f"adapter.{name}": value for name, value in adapters.items()}}
+
     def optimizer_tensors(self) -> dict[str, Tensor]:
         """The optimiser's whole state as `{state/parameter: tensor}`; every value of torch's optimisers is a tensor."""
         if isinstance(self.module, FSDPModule):
             self.module.reshard()
-        names = {parameter: name for name, parameter in self.head.named_parameters()}
+        names = {parameter: name for name, parameter in self._trained().items()}
         return {
             f"{key}/{names[parameter]}": _whole(value.detach()).clone().contiguous()
             for parameter, values in self.optimizer.state.items()
@@ -143,11 +160,10 @@ class Wrapped:
         }
 
     def load_optimizer_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """The inverse of `optimizer_tensors`; the optimiser holds the head's parameters in the order it was given
-        them."""
+        """The inverse of `optimizer_tensors`; the optimiser holds its parameters in the order it was given them."""
         if isinstance(self.module, FSDPModule):
             self.module.reshard()
-        names = {parameter: name for name, parameter in self.head.named_parameters()}
+        names = {parameter: name for name, parameter in self._trained().items()}
         ordered = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         places = {names[parameter]: place for place, parameter in enumerate(ordered)}
         state: dict[int, dict[str, Tensor]] = {}
@@ -169,6 +185,14 @@ def by_parameter(tensors: dict[str, Tensor], known: Any) -> dict[str, dict[str, 
             raise TrainingError(f"the checkpoint's optimiser knows a parameter {name} that this head has not")
         sorted_out.setdefault(name, {})[key] = value
     return sorted_out
+
+
+def _exchange(accelerator: Accelerator, parameters: list[nn.Parameter]) -> None:
+    """Replaces the gradients by their means over ranks, in one transfer."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    flat: Any = accelerator.reduce(torch.cat([gradient.flatten() for gradient in gradients]), reduction="mean")
+    for gradient, part in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 def full_size(parameter: Tensor) -> int:

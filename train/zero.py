@@ -45,7 +45,8 @@ class ZeroWrapped(Wrapped):
                 totals.append(Totals.of(output, batch))
         return sum(totals[1:], totals[0])
 
-    def update(self, scale: float, *, rate: float, clip: float | None) -> float:
+    def update(self, scale: float, *, rate: float, clip: float | None, adapter_rate: float = 0.0) -> float:
+        assert self.joint is None and not adapter_rate, "refused by wrap"
         for group in self.base.param_groups:
             group["lr"] = rate
         self.zero.clip_grad = clip or 0.0
