@@ -62,7 +62,7 @@ def find_named(head: str | Path | None = None, target: str | None = None, *, ove
     if name is not None:
         changes = [f"target.name={quoted(name)}", "target.architecture=null", *changes]
     if folder is not None and (folder / ADAPTER).is_dir():  # the target learnt with it
-        changes = [f"target.adapter={quoted(str(folder / ADAPTER))}", *changes]
+        changes = [f"target.adapter={quoted(str(folder / ADAPTER))}", "train.joint=null", *changes]
     if run is None:  # the size that suits the quickstart's head says nothing of others
         changes = ["eval.tree=auto", *changes]
     recipe = load_recipe(source, changes)

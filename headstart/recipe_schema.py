@@ -369,9 +369,7 @@ class Recipe(Config):
     def _check_joint(self) -> Recipe:
         target, train = self.target, self.train
         if target.adapter is not None and self.data.features == "offline":
-            raise ValueError(
-                "`target.adapter` changes layers, and `data.features: offline` loads none: use hybrid"
-            )
+            raise ValueError("`target.adapter` changes layers, and `data.features: offline` loads none: use hybrid")
         if train.joint is None:
             return self
         wrong = {

@@ -107,16 +107,15 @@ class Joint:
     def measure_drift(
         self, features: FeatureSource, batches: Iterable[TokenBatch], accelerator: Accelerator
     ) -> Drift | None:
-        """What the target has become, over all ranks' batches, of which each brings its own; None where they have no labels."""
+        """What the target has become, over the batches of all ranks; None where they have no labels."""
         sums = torch.zeros(4, dtype=torch.float64)
         output = self.target.output
         for batch in batches:
             original, tuned = features(batch, keep=False).final, self.states(batch, training=False)
             of_text = [target_loss("hard-ce", batch, states, original, output) for states in (original, tuned)]
             moved = target_loss("kl", batch, tuned, original, output)
-            sums += torch.tensor(
-                [float(moved.token_count), *(float(part.loss_sum) for part in (moved, *of_text))]
-            ).double()
+            parts = [float(part.loss_sum) for part in (moved, *of_text)]
+            sums += torch.tensor([float(moved.token_count), *parts], dtype=torch.float64)
         reduced: Any = accelerator.reduce(sums.to(accelerator.device, torch.float32), reduction="sum")
         labels, kl, before, after = reduced.tolist()
         if not labels:
