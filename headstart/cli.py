@@ -29,8 +29,9 @@ TRAINING_SCRIPTS = {
 }
 """The module that trains each type of head."""
 
-EXPORT_FORMATS = ("sglang", "speculators", "eagle", "medusa", "medusa-merged", "vllm-medusa", "transformers")
-"""Layouts that a head can be written in; heads/formats knows which take which head."""
+EXPORT_FORMATS = ("sglang", "speculators", "eagle", "medusa", "medusa-merged", "vllm-medusa", "transformers", "merged")
+"""Layouts that a head can be written in; heads/formats knows which take which head. `merged` is a target that learnt
+with its head, and the head."""
 
 # without these, accelerate asks for a configuration or warns about each one that it guessed
 _ONE_CPU_PROCESS = "--cpu --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no".split()

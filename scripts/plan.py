@@ -231,6 +231,11 @@ def _of_the_recipe(recipe: Recipe) -> list[str]:
     ]
     if recipe.train.feature_memory:
         said.append(f"train.feature_memory comes on top: {recipe.train.feature_memory:g} GiB a process")
+    if recipe.train.joint is not None:
+        said.append(
+            "train.joint is left aside: the second stage also holds the adapters with their optimiser, and the "
+            "activations of the whole target"
+        )
     if recipe.train.cpu_seconds is not None and recipe.train.max_steps is None:
         said.append(
             f"train.cpu_seconds ({recipe.train.cpu_seconds:g}) is left aside; the hours are those of the epochs"

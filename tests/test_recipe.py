@@ -121,14 +121,14 @@ def test_misspelt_and_misplaced_keys_are_all_named_at_once_with_the_nearest(in_f
     assert found == [
         "small.yaml:5: training: unknown key at the top level; did you mean `train`?",
         "small.yaml:5: training.learnig_rate: unknown key in `train`; did you mean `train.lr`?",
-        "small.yaml:6: learning_rate: unknown key at the top level; did you mean `train.lr`?",
+        "small.yaml:6: learning_rate: unknown key at the top level; did you mean `train.lr` or `train.joint.lr`?",
         "small.yaml:7: num-heads: unknown key at the top level; did you mean `head.num_heads`?",
         "small.yaml:8: zzz: unknown key at the top level; known: data, eval, export, head, logging, name, seed, "
         "target, train",
         "--set train.warm_up=0.1: train.warm_up: unknown key in `train`; did you mean `train.warmup`?",
         "--set train.nonsense=1: train.nonsense: unknown key in `train`; known: accumulation, "
-        "activation_checkpointing, batch_size, clip, cpu_seconds, dtype, epochs, eval_every, feature_memory, keep, lr, "
-        "max_steps, optimizer, save_every, schedule, warmup, weight_decay, world_size",
+        "activation_checkpointing, batch_size, clip, cpu_seconds, dtype, epochs, eval_every, feature_memory, joint, "
+        "keep, lr, max_steps, optimizer, save_every, schedule, warmup, weight_decay, world_size",
     ]
 
 

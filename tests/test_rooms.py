@@ -30,6 +30,7 @@ ORDER = (
         "headstart.recipe_yaml",
     ),
     (
+        "headstart.adapters",
         "headstart.allocator",
         "headstart.architecture",
         "headstart.borrowed",

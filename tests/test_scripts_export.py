@@ -127,4 +127,4 @@ def test_half_a_command_line_is_refused_in_a_sentence(words, capsys):
 
 
 def test_the_formats_of_the_command_line_are_those_that_can_be_written():
-    assert cli.EXPORT_FORMATS == tuple(WRITERS)
+    assert cli.EXPORT_FORMATS == (*WRITERS, "merged")

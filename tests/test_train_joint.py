@@ -17,10 +17,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
+from headstart import cli
 from headstart.adapters import Adapters
 from headstart.data.packing import TokenBatch, collate
+from headstart.decode.drafters.base import Request
+from headstart.decode.drafters.heads import head_drafter
+from headstart.decode.engine import Engine
 from headstart.errors import RecipeError, TargetError
-from headstart.eval.trained import find_named
+from headstart.eval.trained import find_named, open_trained
 from headstart.heads.losses import REFERENCE_LOSSES
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.store import ADAPTER, build_head, load_head
@@ -239,6 +243,32 @@ def test_what_is_shipped_is_head_and_adapters_for_the_tuned_target(tmp_path):
     assert record["joint"]["head_weight"] == 0.2 and record["target_kl"] > 0
     assert f"KL to the original is {record['target_kl']:.4f} nats" in named.notes[0]
     assert not list((tmp_path / "run/checkpoints").glob("best*")), "losses of two targets do not compare"
+
+
+def test_a_merged_export_is_the_tuned_target_and_decodes_the_same_texts(tmp_path, capsys):
+    tiny.save(tmp_path / "model", "llama")
+    recipe = cases.recipe(*SETTINGS, f"target.name={tmp_path / 'model'}")
+    cases.training(tmp_path / "run", recipe, target=load_target(str(tmp_path / "model"), dtype="float32")).finish()
+    words = ["export", "--head", str(tmp_path / "run"), "--format", "merged"]
+    assert cli.main([*words, "--output", str(tmp_path / "tuned")]) == 0
+    assert f"--target {tmp_path / 'tuned'}" in capsys.readouterr().out
+    exported = [path for path in (tmp_path / "tuned").rglob("*") if path.suffix in (".json", ".jinja")]
+    assert exported and not any(str(tmp_path) in path.read_text() for path in exported)
+
+    texts = []
+    for named in (open_trained(tmp_path / "run"), open_trained(tmp_path / "tuned", str(tmp_path / "tuned"))):
+        assert named.head is not None
+        head = load_head(named.head, named.target)
+        engine = Engine(named.target, head_drafter(head, named.target))
+        requests = [Request(prompt_ids=list(range(10 * row, 10 * row + 8)), max_new_tokens=24) for row in range(3)]
+        texts.append([answer.token_ids for answer in engine.generate(requests)])
+    assert texts[0] == texts[1]
+
+    frozen = cases.recipe("train.max_steps=1", f"target.name={tmp_path / 'model'}")
+    cases.training(tmp_path / "frozen", frozen, target=load_target(str(tmp_path / "model"), dtype="float32")).finish()
+    words[2] = str(tmp_path / "frozen")
+    assert cli.main([*words, "--output", str(tmp_path / "none")]) == 1
+    assert "there is nothing to merge" in capsys.readouterr().err and not (tmp_path / "none").exists()
 
 
 def test_the_forecast_is_of_the_tuned_target(tmp_path, monkeypatch):

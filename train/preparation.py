@@ -219,6 +219,12 @@ def describe(training: Training) -> str:
     accelerator, recipe, target = training.accelerator, training.recipe, training.target
     trainable = sum(full_size(parameter) for parameter in training.head.parameters() if parameter.requires_grad)
     held_by_target = sum(full_size(parameter) for parameter in target.model.parameters())
+    frozen = f"{target.name} is frozen"
+    if training.joint is not None:
+        adapters = sum(parameter.numel() for parameter in training.joint.adapters.parameters.values())
+        trainable, held_by_target = trainable + adapters, held_by_target - adapters
+        first = training.joint.begins_at(training.schedule.total_steps)
+        frozen = f"{adapters:,} of them adapters on {target.name}, which learn from step {first + 1} on"
     world = training.wrapped.world_size
     sharded = mode(accelerator) in SHARDED
     held = f"1/{accelerator.num_processes} on each process" if sharded else "whole on every process"
@@ -229,7 +235,7 @@ def describe(training: Training) -> str:
         f"processes: world size {accelerator.num_processes}, mode {mode(accelerator)}, device {accelerator.device}",
         f"precision: target {str(target.dtype).removeprefix('torch.')}, forward of the head {recipe.train.dtype}, "
         "weights of the head and optimiser float32",
-        f"parameters: {trainable:,} trainable of {trainable + held_by_target:,} ({target.name} is frozen, {held})",
+        f"parameters: {trainable:,} trainable of {trainable + held_by_target:,} ({frozen}, {held})",
         f"one step: {recipe.train.batch_size} sequences x {recipe.train.accumulation} micro-batches "
         f"x {world} processes; {training.schedule.total_steps} steps",
     ]
