@@ -1,9 +1,9 @@
 """Answers that are kept as they are measured: a long evaluation that was killed goes on with the next question.
 
     store = KeptAnswers(folder)
-    kept = store.open({"target": ..., "drafters": ..., "temperature": 0.0})    # everything that a figure depends on
-    time_arms(..., kept=kept)                                                  # measures what is not there yet
-    store.discard()                                                            # once the report is written
+    kept = store.open(measurement_key(trained, plans, questions, temperature, rows))
+    time_arms(..., kept=kept)     # measures what is not there yet
+    store.discard()               # once the report is written
 
 One file for each measurement, answers-0123abcd.partial.jsonl: its name follows from what was measured and how, so that
 other settings never meet its answers. A line holds the questions that were decoded together, by all arms, with a
@@ -25,9 +25,12 @@ from headstart.data.checked_rows import intact, to_line
 from headstart.data.messages import SkipRow
 from headstart.decode.engine import StepRecord
 from headstart.errors import naming
+from headstart.eval.drafters import DrafterPlan
 from headstart.eval.prompts import Question
 from headstart.eval.timing import Answer, Measurement, Timed
+from headstart.eval.trained import Trained
 from headstart.eval.transformers_arm import Generated
+from headstart.train.run_folder import environment
 
 FORMAT = 1
 """Of the lines; part of every file's name."""
@@ -130,3 +133,25 @@ def _answer(record: dict[str, Any], group: int, question: Question) -> Answer:
         },
         transformers=Generated(**record["transformers"]) if record["transformers"] else None,
     )
+
+
+def measurement_key(
+    trained: Trained, plans: Sequence[DrafterPlan], questions: Sequence[Question], temperature: float, rows: int
+) -> dict[str, Any]:
+    """Everything that the figures of one measurement depend on, but for the weather on the machine."""
+    recipe, target, here = trained.recipe, trained.target, environment(())
+    return {
+        "headstart": [here["headstart"], here["packages"]],
+        "machine": [str(target.device), here["device"], here["threads"]],
+        "target": [target.fingerprint(), str(target.dtype), recipe.target.quantization],
+        "drafters": [[plan.name, plan.budget, plan.tree, [_contents(one) for one in plan.reads]] for plan in plans],
+        "questions": [[one.question_id, one.kind, one.turns, one.ids] for one in questions],
+        "chat": recipe.data.chat.model_dump(),
+        "settings": [recipe.seed, recipe.eval.max_new_tokens, temperature, rows],
+    }
+
+
+def _contents(folder: Path) -> list[list[Any]]:
+    """What a folder holds, without reading it."""
+    files = sorted(file for file in folder.iterdir() if file.is_file())
+    return [[file.name, (stat := file.stat()).st_size, stat.st_mtime_ns] for file in files]

@@ -20,20 +20,20 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from headstart.data.progress import Progress
-from headstart.decode.decode_copy import in_float32, make_faster
+from headstart.decode.decode_copy import make_faster
 from headstart.decode.drafters.base import NoDraft
 from headstart.decode.drafters.plans import SampledChain, SampledTree
 from headstart.decode.sampling import SamplingSettings
 from headstart.errors import DataError, refuse_unwritable
-from headstart.eval import identity
 from headstart.eval.benchmarks import Benchmark, parse_bench
 from headstart.eval.drafters import DrafterPlan, plan_drafter
-from headstart.eval.kept import KeptAnswers, KeptFile
+from headstart.eval.judging import check_identity
+from headstart.eval.kept import KeptAnswers, KeptFile, measurement_key
 from headstart.eval.prompts import Question, check_questions, choose, load_questions
 from headstart.eval.report import build_report, lead, line, write_report
 from headstart.eval.summary import summarise
 from headstart.eval.tables import Report, headline
-from headstart.eval.timing import PLAIN, Answer, Contender, Measurement, time_arms
+from headstart.eval.timing import PLAIN, Contender, Measurement, time_arms
 from headstart.eval.trained import Named, Trained, find_named, load_named
 from headstart.target import Target, load_tokenizer
 from headstart.train.run_folder import environment
@@ -115,7 +115,7 @@ def measure(
         contenders = {plan.name: Contender(plan.make(target), plan.budget) for plan in plans[rows]}
         found = []
         for temperature in temperatures:
-            file = kept.open(_key(trained, plans[rows], questions, temperature, rows))
+            file = kept.open(measurement_key(trained, plans[rows], questions, temperature, rows))
             measured = _decode(trained, contenders, questions, temperature, rows, file)
             checked = rows == first_rows and temperature == 0
             found.append(
@@ -135,28 +135,6 @@ def measure(
     report["details"]["temperatures"] = _lines(labels, by_temperature)
     report["details"]["batches"] = _lines([f"{rows} at a time" for rows in plans], by_rows)
     return report
-
-
-def _key(
-    trained: Trained, plans: Sequence[DrafterPlan], questions: Sequence[Question], temperature: float, rows: int
-) -> dict[str, Any]:
-    """Everything that the figures of one measurement depend on, but for the weather on the machine."""
-    recipe, target, here = trained.recipe, trained.target, environment(())
-    return {
-        "headstart": [here["headstart"], here["packages"]],
-        "machine": [str(target.device), here["device"], here["threads"]],
-        "target": [target.fingerprint(), str(target.dtype), recipe.target.quantization],
-        "drafters": [[plan.name, plan.budget, plan.tree, [_contents(one) for one in plan.reads]] for plan in plans],
-        "questions": [[one.question_id, one.kind, one.turns, one.ids] for one in questions],
-        "chat": recipe.data.chat.model_dump(),
-        "settings": [recipe.seed, recipe.eval.max_new_tokens, temperature, rows],
-    }
-
-
-def _contents(folder: Path) -> list[list[Any]]:
-    """What a folder holds, without reading it."""
-    files = sorted(file for file in folder.iterdir() if file.is_file())
-    return [[file.name, (stat := file.stat()).st_size, stat.st_mtime_ns] for file in files]
 
 
 def _lines(labels: Sequence[str], reports: Sequence[dict[str, Report]]) -> list[dict[str, Any]]:
@@ -253,45 +231,6 @@ def _tuned_elsewhere(plan: DrafterPlan, target: Target) -> list[str]:
     return [
         f"the tree was tuned on {', '.join(plan.tuned_on)}, this is {', '.join(here)}; `headstart tune` finds its own"
     ]
-
-
-def check_identity(trained: Trained, plan: DrafterPlan, measured: Measurement) -> dict[str, Any] | None:
-    """Identity as `eval.identity` defines it, on the first `eval.identity_prompts` questions (None: on all).
-
-    In full precision, where that costs no decoding, on every text that parts as well: none goes unexplained.
-    """
-    settings, target = trained.recipe.eval, trained.target
-    if settings.identity_prompts == 0:
-        return None
-    half = target.dtype in (torch.bfloat16, torch.float16)
-    ids = list(dict.fromkeys(answer.question.question_id for answer in measured.answers))
-    chosen = set(ids[: settings.identity_prompts])
-    if not half:
-        chosen |= {answer.question.question_id for answer in measured.answers if _parts(answer, plan.name)}
-    answers = [answer for answer in measured.answers if answer.question.question_id in chosen]
-    prompts = [answer.prompt_ids for answer in answers]
-    plain, drafted = ([answer.arms[arm].token_ids for answer in answers] for arm in (PLAIN, plan.name))
-    limits = (settings.max_new_tokens, plan.budget)
-    rounded = None
-    if half:
-        wide = in_float32(target)
-        with Progress("checking identity", 3 * len(prompts), unit="answers") as progress:
-            control = identity.decode(target, NoDraft(plan.budget), prompts, *limits, progress.add)
-            rounded = identity.check_half_precision(target, wide, prompts, plain, drafted, control)
-            plain = identity.decode(wide, NoDraft(), prompts, settings.max_new_tokens, 1, progress.add)
-            drafted = identity.decode(wide, plan.make(wide), prompts, *limits, progress.add)
-        target = wide
-    full = identity.check_full_precision(target, prompts, plain, drafted, plan.budget)
-    return {
-        "prompts": len(chosen),
-        "full_precision": identity.as_dict(full),
-        "half_precision": identity.as_dict(rounded) if rounded else None,
-        "passed": full.passed and (rounded is None or rounded.passed),
-    }
-
-
-def _parts(answer: Answer, drafter: str) -> bool:
-    return answer.arms[PLAIN].token_ids != answer.arms[drafter].token_ids
 
 
 def show(report: Report, console: Console) -> None:
