@@ -103,7 +103,8 @@ class _Known:
         """In a copy of a hub data set, the files lie in a folder of the subset's name, of its own, or in `data`."""
         own = (self.hub_id or "").rpartition("/")[2]
         places = [folder, *(folder / part for part in (self.subset, own, "data") if part)]
-        return next((place for place in places if any(place.glob(f"*{suffix}") for suffix in SUFFIXES)), folder)
+        folders = [place for place in places if place.is_dir()]
+        return next((one for one in folders if any(file.name.endswith(SUFFIXES) for file in one.iterdir())), folder)
 
 
 def _text(row: Any, key: str) -> str:

@@ -96,7 +96,7 @@ def _read(benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase) -> list[Ques
             raise DataError(f"{error} A copy on the disk will do: --bench {benchmark.name}=PATH") from None
         raise
     if not conversations:
-        reasons = "; ".join(report.summary() for report in reports.values())
+        reasons = "; ".join(report.reasons() for report in reports.values())
         raise DataError(f"{display_name(source)} gives no prompt to decode: {reasons}")
     for report in reports.values():
         if report.skipped:
