@@ -209,6 +209,7 @@ def _report(
             "prompts": [f"{_without_path(source.source)} ({source.split})" for source in recipe.eval.prompts]
             or "held out in training",
             "template_arguments": recipe.data.chat.arguments,
+            "system": recipe.data.chat.system,
             "prefill": "apart from all rates",
             "warm_up": "discarded",
         },

@@ -110,7 +110,7 @@ def test_a_hub_that_is_not_reached_is_one_sentence_that_names_the_way_out(name):
     with pytest.raises(DataError) as caught:
         questions_of(name)
     text = str(caught.value)
-    assert KNOWN[name].hub_id in text and text.endswith(f"A copy on the disk will do: --bench {name}=PATH")
+    assert str(KNOWN[name].hub_id) in text and text.endswith(f"A copy on the disk will do: --bench {name}=PATH")
     assert "\n" not in text
 
 
