@@ -84,6 +84,8 @@ def run(
                 print(f"note: at temperature 0 {plan.name} draws nothing; it drafts the likeliest tokens")
     kept = KeptAnswers(folder)
     report = measure(trained, plans, questions, kept)
+    if benchmark and benchmark.name:
+        report["details"]["settings"]["benchmark"] = benchmark.name
     paths = write_report(report, folder)
     kept.discard()
     show(report, Console())

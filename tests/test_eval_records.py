@@ -102,6 +102,7 @@ def test_heads_are_measured_under_the_record_of_the_first(folders, tmp_path):
     assert any("head:plain was trained with data.chat.system=None" in one["text"] for one in report["details"]["gates"])
     assert report["details"]["settings"]["template_arguments"] == {"enable_thinking": False}
     assert report["details"]["settings"]["system"] == "Be brief."
+    assert report["details"]["settings"]["benchmark"] == "spec-bench"
 
 
 def test_a_target_with_another_tokenizer_is_refused_in_evaluating_and_exporting(folders, tmp_path):
