@@ -56,7 +56,7 @@ def _row(edge: int, groups: list[int], plain: list[Steps], drafted: list[Steps])
     columns = [group_sums(groups, column) for arm in (drafted, plain) for column in _tokens_and_seconds(arm)]
     drafted_rate, plain_rate = (ratio(sum(columns[at]), sum(columns[at + 1])) for at in (0, 2))
     return {
-        "name": f"{0 if edge == SHORTEST else edge // 2} to {edge - 1} tokens",
+        "name": f"{0 if edge == SHORTEST else edge // 2} to {edge - 1}",
         "answers": sum(map(bool, drafted)),
         "steps": counts.steps,
         "acceptance_length": counts.acceptance_length,

@@ -194,7 +194,7 @@ def _plots(report: Report) -> list[str]:
     if len(contexts) > 1:
         rows = [(row["name"], row["acceptance_length"]) for row in contexts]
         whiskers = [row["acceptance_length_interval"] for row in contexts]
-        title = "Acceptance length by context length, 95% intervals; dashed: no drafts"
+        title = "Acceptance length by tokens of context, 95% intervals; dashed: no drafts"
         plots.append(horizontal_bars(title, rows, intervals=whiskers, reference=1.0))
     if speedups:
         title = f"Speedup of each answer, median {number(details['over_prompts']['speedup']['median'])}; dashed: plain"

@@ -133,16 +133,16 @@ def test_acceptance_against_the_length_of_the_context():
             one.arms[arm] = replace(timed_answer, steps=steps)
     short, middle, long = summarise(run, "medusa")["details"]["by_context"]
     assert [row["name"] for row in (short, middle, long)] == [
-        "0 to 127 tokens",
-        "128 to 255 tokens",
-        "512 to 1023 tokens",
+        "0 to 127",
+        "128 to 255",
+        "512 to 1023",
     ]
     assert short["acceptance_length"] == 2 and short["acceptance_length_interval"] == (2, 2) and short["steps"] == 4
     assert short["speedup"] == pytest.approx(2 / 1.2) and middle["speedup"] == pytest.approx(1 / 1.2)
     assert middle["acceptance_length"] == 1 and long["acceptance_length"] is None, "both of its steps are cut"
     assert long["answers"] == 2 and long["drafted_tokens_per_second"] == pytest.approx(4 / 0.24)
     report = report_of(run)
-    assert "By context length" in to_markdown(report) and "by context length" in to_html(report)
+    assert "By context length" in to_markdown(report) and "by tokens of context" in to_html(report)
 
 
 def test_transformers_is_compared_on_the_same_answers():
