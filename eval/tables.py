@@ -76,8 +76,10 @@ def tables(report: Report) -> list[Table]:
         _beside("All drafters by category", details["drafters"], "by_kind"),
         _beside("All drafters by context length", details["drafters"], "by_context"),
         _latencies(details["drafters"]),
-        _several("By temperature", details["temperatures"]),
-        _several("By rows decoded at a time", details["batches"]),
+        *(
+            _several(title, details[key] if len(details[key]) > len(details["drafters"]) else [])
+            for title, key in (("By temperature", "temperatures"), ("By rows decoded at a time", "batches"))
+        ),
         _prompts(details["prompts"]),
         _pairs("Settings", details["settings"]),
         _pairs("Environment", report["environment"]),
