@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -q
 WORKERS ?= 2
 
-.PHONY: setup lint test test-slow quickstart bench-medusa bench-smollm2 bench-heads bench-train bench-memory bench-growth soak clean
+.PHONY: setup lint test test-slow quickstart bench-medusa bench-smollm2 bench-heads bench-train bench-memory bench-growth bench-spec soak clean
 
 setup: $(VENV)/.ready
 
@@ -60,6 +60,18 @@ bench-memory: setup
 
 bench-growth: setup
 	OMP_NUM_THREADS=1 $(PY) -m headstart.eval.bench_growth --output runs/growth.json
+
+# Spec-Bench, all drafters interleaved on each prompt: make bench-spec BENCH=question.jsonl
+# DRAFTERS=none,ngram,head:runs/smollm2-medusa,head:runs/smollm2-eagle3. Hours on a CPU; goes on where it was stopped.
+BENCH ?= question.jsonl
+DRAFTERS ?= none,ngram
+PROMPTS ?= 240
+TOKENS ?= 96
+SPEC ?= runs/spec-bench
+bench-spec: setup
+	@if test -f $(SPEC)/report.json; then echo "$(SPEC)/report.md is done; remove $(SPEC) to measure anew"; else \
+		$(PY) -m headstart.cli eval --target bundled:smollm2-135m --drafters $(DRAFTERS) --bench spec-bench=$(BENCH) \
+		--set eval.num_prompts=$(PROMPTS) --set eval.max_new_tokens=$(TOKENS) --output $(SPEC); fi
 
 soak: setup
 	OMP_NUM_THREADS=1 $(PY) tests/soak.py --minutes 30 --output runs/soak.json

@@ -49,6 +49,7 @@ def read(
     answers: bool = True,
     announce: Callable[[int], None] = lambda rows: None,
     share: Share | None = None,
+    to_record: Callable[[Any], Any] = lambda row: row,
 ) -> Iterator[Conversation]:
     """The conversations of one source, in order; rows that can't be used are counted in the report of their file.
 
@@ -57,6 +58,7 @@ def read(
     each other.
     announce: is told how many rows there will be, where that is known beforehand.
     share: what one process of several reads of it, from the hub without downloading it; None: all.
+    to_record: makes a row of another layout a record of a known format, or raises SkipRow.
     Raises DataError where the source can't be opened, and where it holds no rows at all.
     """
     place = ""
@@ -71,7 +73,7 @@ def read(
             if isinstance(record, SkipRow):
                 raise record
             conversation = parse(
-                intact(record),
+                to_record(intact(record)),
                 format=source.format,
                 merge=source.non_alternating == "merge",
                 origin=place,

@@ -49,7 +49,7 @@ from headstart.errors import RecipeError
 from headstart.eval.timing import PLAIN
 from headstart.eval.trained import find_head
 from headstart.eval.trees import TunedOn, check_number, choose_plan
-from headstart.heads.store import load_head
+from headstart.heads.store import WEIGHTS, load_head
 from headstart.target import Target, load_target
 
 HEAD_PLANS = ("chain", "tree", "dynamic", "drawn", "sampled")
@@ -76,6 +76,13 @@ class DrafterPlan:
     tuned_on: TunedOn = None
     depth: int | None = None
     """Levels of its trees at most, where they are no chains and follow no plan."""
+    reads: tuple[Path, ...] = ()
+    """The folders that it is made from: of heads, models, datastores."""
+
+    @property
+    def heads(self) -> list[Path]:
+        """Of those, the folders of trained heads and students, which say how their prompts were rendered."""
+        return [folder for folder in self.reads if (folder / WEIGHTS).is_file()]
 
     @property
     def depths(self) -> list[int]:
@@ -182,7 +189,8 @@ def _retrieval(name: _Name) -> DrafterPlan:
         store = load_datastore(name.place, target.tokenizer)
         return RetrievalDrafter(store, target.end_token_ids, num_nodes=nodes, length=DEPTH)
 
-    return DrafterPlan(name.whole, make, nodes, depth=min(DEPTH, max(nodes - 1, 1)))
+    depth = min(DEPTH, max(nodes - 1, 1))
+    return DrafterPlan(name.whole, make, nodes, depth=depth, reads=(Path(name.place),))
 
 
 def _lookahead(name: _Name) -> DrafterPlan:
@@ -228,7 +236,9 @@ def _model(name: _Name) -> DrafterPlan:
             return student_drafter(name.place, target, length, drawn=name.drawn, allow_other_target=allow)
         return ModelDrafter(open_draft_model(name.place, target), target, length, drawn=name.drawn)
 
-    return DrafterPlan(name.whole, make, length + 1, forecast=forecast, tuned_on=tuned_on)
+    folder = student if student.is_dir() else Path(name.place)
+    reads = (folder,) if folder.is_dir() else ()
+    return DrafterPlan(name.whole, make, length + 1, forecast=forecast, tuned_on=tuned_on, reads=reads)
 
 
 def open_draft_model(place: str, target: Target) -> Target:
@@ -251,7 +261,7 @@ def _layer_skip(name: _Name) -> DrafterPlan:
                 folder, target, length, drawn=name.drawn, allow_other_target=name.allow_other_target
             )
 
-        return DrafterPlan(name.whole, skipping, (length or LONGEST) + 1)
+        return DrafterPlan(name.whole, skipping, (length or LONGEST) + 1, reads=(folder,))
     length = name.chain_length()
 
     def early(target: Target) -> Drafter:
@@ -276,7 +286,7 @@ def _head(name: _Name) -> DrafterPlan:
     def make(target: Target) -> Drafter:
         return head_drafter(load_head(folder, target, name.allow_other_target), target, plan)
 
-    return DrafterPlan(name.whole, make, plan.num_nodes, plan, forecast, tuned_on)
+    return DrafterPlan(name.whole, make, plan.num_nodes, plan, forecast, tuned_on, reads=(folder,))
 
 
 def _union(name: _Name) -> DrafterPlan:
@@ -287,9 +297,12 @@ def _union(name: _Name) -> DrafterPlan:
     plans = [plan_drafter(part, name.head, name.size, name.allow_other_target, name.rows, False) for part in parts]
     budget = max(plan.budget for plan in plans) if name.size == "auto" else int(name.size)
     depth = min(max(len(plan.depths) for plan in plans), budget) - 1
-    return DrafterPlan(
-        name.whole, lambda target: UnionDrafter([plan.make(target) for plan in plans]), budget, depth=depth
-    )
+    reads = tuple(folder for plan in plans for folder in plan.reads)
+
+    def make(target: Target) -> Drafter:
+        return UnionDrafter([plan.make(target) for plan in plans])
+
+    return DrafterPlan(name.whole, make, budget, depth=depth, reads=reads)
 
 
 def _adaptive(name: _Name) -> DrafterPlan:
@@ -305,7 +318,7 @@ def _adaptive(name: _Name) -> DrafterPlan:
             known.append(measure_depths(drafter, target, inner.depths, rows=name.rows))
         return AdaptiveDrafter(drafter, known[0], _POLICIES[name.plan])
 
-    return DrafterPlan(name.whole, make, inner.budget, depth=len(inner.depths) - 1)
+    return DrafterPlan(name.whole, make, inner.budget, depth=len(inner.depths) - 1, reads=inner.reads)
 
 
 _POLICIES: dict[str, Callable[[StepCosts], LengthPolicy]] = {

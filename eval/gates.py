@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from headstart.eval.acceptance import mean_and_median
+
 Gate = dict[str, Any]
+SPEEDUPS = ("by_category", "by_kind", "by_context", "by_novelty", "looping", "prompts")
+"""The details whose rows have speedups."""
 ACCOUNTED = 0.05
 """Largest share of an arm's wall time that its steps need not account for."""
 
@@ -24,9 +28,14 @@ def gates(figures: dict[str, Any], identity: dict[str, Any] | None, notes: list[
 
 
 def withhold(figures: dict[str, Any], found: list[Gate]) -> None:
-    """A drafter whose texts are not the target's has no speedup."""
+    """A drafter whose texts are not the target's has no speedup, in no table either."""
     if any(gate["name"] == "identity" and gate["passed"] is False for gate in found):
-        figures["speedup"] = figures["speedup_interval"] = None
+        nothing = {"speedup": None, "speedup_interval": None}
+        figures.update(nothing)
+        details = figures["details"]
+        for name in SPEEDUPS:
+            details[name] = [{**row, **{key: None for key in nothing if key in row}} for row in details[name]]
+        details["over_prompts"] = {**details["over_prompts"], "speedup": mean_and_median([])}
 
 
 def _texts(figures: dict[str, Any]) -> Gate:

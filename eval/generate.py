@@ -45,6 +45,7 @@ def run(
     plan = None
     if drafter != PLAIN:
         plan = plan_drafter(drafter, named.head, named.recipe.eval.tree, allow_other_target)
+        named = find_named(head, target, others=plan.heads)
     trained = load_named(named, device=device, dtype=dtype)
     make_faster(trained.target)
     if plan is None:

@@ -36,7 +36,7 @@ ERROR_QUANTILE, TOP = 0.999, 10
 LEVEL = 0.01
 """Of the one-sided exact test against the control arm."""
 WIDTH_TEXTS, WIDTH_TOKENS = 2, 32
-"""Texts and tokens of each on which one row is compared with n rows."""
+"""Texts, beside those that part, and tokens of each on which one row is compared with n rows."""
 
 Text = Sequence[int]
 
@@ -136,15 +136,15 @@ def check_full_precision(
 ) -> FullPrecision:
     """Compares greedy texts of a float32 or float64 target. width: nodes of the drafted trees."""
     reference = untouched(target)
-    difference = max(
-        (row_difference(target, *pair, width) for pair in list(zip(prompts, plain, strict=True))[:WIDTH_TEXTS]),
-        default=0.0,
-    )
+    places = [first_difference(*pair) for pair in zip(plain, drafted, strict=True)]
+    # rounding grows with the context, so it is measured where texts part as well
+    texts = [index for index, place in enumerate(places) if index < WIDTH_TEXTS or place is not None]
+    difference = max((row_difference(target, prompts[index], plain[index], width) for index in texts), default=0.0)
     exact = target.dtype == torch.float64
     limit = 0.0 if exact else TIE * difference
     divergences = []
     for index, (prompt, first, second) in enumerate(zip(prompts, plain, drafted, strict=True)):
-        position = first_difference(first, second)
+        position = places[index]
         if position is None:
             continue
         gap = None

@@ -2,12 +2,13 @@
 
 headstart eval --head runs/quickstart
 headstart eval --target bundled:smollm2-135m --drafters none,ngram --set eval.num_prompts=3
-headstart eval --head runs/quickstart --bench question.jsonl --set eval.num_prompts=60
+headstart eval --head runs/quickstart --bench spec-bench=question.jsonl --set eval.num_prompts=240
+
+A measurement that was stopped goes on where it was when the same line is given again.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -19,20 +20,22 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from headstart.data.progress import Progress
-from headstart.decode.decode_copy import in_float32, make_faster
+from headstart.decode.decode_copy import make_faster
 from headstart.decode.drafters.base import NoDraft
 from headstart.decode.drafters.plans import SampledChain, SampledTree
 from headstart.decode.sampling import SamplingSettings
 from headstart.errors import DataError, refuse_unwritable
-from headstart.eval import identity
+from headstart.eval.benchmarks import Benchmark, parse_bench
 from headstart.eval.drafters import DrafterPlan, plan_drafter
+from headstart.eval.judging import check_identity
+from headstart.eval.kept import KeptAnswers, KeptFile, measurement_key
 from headstart.eval.prompts import Question, check_questions, choose, load_questions
 from headstart.eval.report import build_report, lead, line, write_report
 from headstart.eval.summary import summarise
 from headstart.eval.tables import Report, headline
 from headstart.eval.timing import PLAIN, Contender, Measurement, time_arms
 from headstart.eval.trained import Named, Trained, find_named, load_named
-from headstart.target import Target
+from headstart.target import Target, load_tokenizer
 from headstart.train.run_folder import environment
 
 LONGEST_NAME = 100
@@ -55,9 +58,10 @@ def run(
     allow_other_target: bool = False,
 ) -> Report:
     """Measures and writes the report of the first drafter named (default: the head), with the others beside it."""
+    benchmark = None
     if bench or split:
-        source = json.dumps({"source": bench or "bundled:chats", "split": split or "train"}, ensure_ascii=False)
-        overrides = [*overrides, f"eval.prompts=[{source}]"]
+        benchmark = parse_bench(bench or "bundled:chats", split)
+        overrides = [*overrides, f"eval.prompts=[{benchmark.source.model_dump_json()}]"]
     # what was mistyped shows here, before the target is loaded, and a place that cannot be written before the work
     named = find_named(head, target, overrides=overrides)
     names = list(dict.fromkeys(drafters or (["head"] if head else [PLAIN])))
@@ -66,8 +70,11 @@ def run(
         rows: [plan_drafter(name, named.head, size, allow_other_target, rows) for name in drafted]
         for rows in named.recipe.eval.batch_size
     }
+    heads = [folder for plan in next(iter(plans.values())) for folder in plan.heads]
+    named = find_named(head, target, overrides=overrides, others=heads)
     check_questions(named.recipe)
-    folder = Path(output) if output else _default_folder(named, names, bench)
+    questions = _questions(named, benchmark)
+    folder = Path(output) if output else _default_folder(named, names, benchmark)
     folder.mkdir(parents=True, exist_ok=True)
     refuse_unwritable(folder)
     trained = load_named(named, device=device, dtype=dtype)
@@ -75,22 +82,34 @@ def run(
         for plan in next(iter(plans.values())):
             if isinstance(plan.plan, SampledChain | SampledTree):
                 print(f"note: at temperature 0 {plan.name} draws nothing; it drafts the likeliest tokens")
-    report = measure(trained, plans)
+    kept = KeptAnswers(folder)
+    report = measure(trained, plans, questions, kept)
+    if benchmark and benchmark.name:
+        report["details"]["settings"]["benchmark"] = benchmark.name
     paths = write_report(report, folder)
+    kept.discard()
     show(report, Console())
     print("\n".join(str(path) for path in paths))
     return report
 
 
-def measure(trained: Trained, plans: Mapping[int, Sequence[DrafterPlan]]) -> Report:
+def _questions(named: Named, benchmark: Benchmark | None) -> list[Question]:
+    section = named.recipe.target
+    tokenizer = load_tokenizer(section.name, trust_remote_code=section.trust_remote_code, revision=section.revision)
+    return choose(load_questions(named.recipe, tokenizer, benchmark), named.recipe.eval.num_prompts)
+
+
+def measure(
+    trained: Trained, plans: Mapping[int, Sequence[DrafterPlan]], questions: Sequence[Question], kept: KeptAnswers
+) -> Report:
     """The report of the first plan (of plain decoding alone, if there is none), at the first number of rows and the
     first temperature; the other drafters, temperatures and numbers of rows are lines in its details.
 
-    plans: the same drafters for every number of rows that are decoded at a time.
+    plans: the same drafters for every number of rows that are decoded at a time. kept: where answers are kept until
+    the report is written.
     """
     recipe, target = trained.recipe, trained.target
     make_faster(target)
-    questions = choose(load_questions(recipe, target.tokenizer), recipe.eval.num_prompts)
     first_rows, *more_rows = plans
     first_temperature, *more_temperatures = map(float, recipe.eval.temperature)
 
@@ -98,7 +117,8 @@ def measure(trained: Trained, plans: Mapping[int, Sequence[DrafterPlan]]) -> Rep
         contenders = {plan.name: Contender(plan.make(target), plan.budget) for plan in plans[rows]}
         found = []
         for temperature in temperatures:
-            measured = _decode(trained, contenders, questions, temperature, rows)
+            file = kept.open(measurement_key(trained, plans[rows], questions, temperature, rows))
+            measured = _decode(trained, contenders, questions, temperature, rows, file)
             checked = rows == first_rows and temperature == 0
             found.append(
                 {
@@ -129,10 +149,18 @@ def _lines(labels: Sequence[str], reports: Sequence[dict[str, Report]]) -> list[
 
 
 def _decode(
-    trained: Trained, contenders: dict[str, Contender], questions: Sequence[Question], temperature: float, rows: int
+    trained: Trained,
+    contenders: dict[str, Contender],
+    questions: Sequence[Question],
+    temperature: float,
+    rows: int,
+    kept: KeptFile,
 ) -> Measurement:
     settings = trained.recipe.eval
-    total = sum(len(question.turns) for question in questions)
+    coming = [question for number, question in enumerate(questions) if number // rows not in kept.groups]
+    if len(coming) < len(questions):
+        print(f"{len(questions) - len(coming)} of {len(questions)} prompts were measured before: {kept.path}")
+    total = sum(len(question.turns) for question in coming)
     with Progress("decoding", total, unit="answers", extra="tokens") as progress:
         measured = time_arms(
             trained.target,
@@ -143,6 +171,7 @@ def _decode(
             settings=SamplingSettings(temperature=temperature, seed=trained.recipe.seed),
             batch_size=rows,
             transformers_questions=TRANSFORMERS_QUESTIONS,
+            kept=kept,
             progress=lambda tokens: progress.add(1, tokens),
         )
     if not measured.answers:
@@ -182,11 +211,19 @@ def _report(
             "prompts": [f"{_without_path(source.source)} ({source.split})" for source in recipe.eval.prompts]
             or "held out in training",
             "template_arguments": recipe.data.chat.arguments,
+            "system": recipe.data.chat.system,
             "prefill": "apart from all rates",
             "warm_up": "discarded",
         },
         identity=checked,
-        notes=[*trained.notes, *(_tuned_elsewhere(plan, trained.target) if plan else ())],
+        notes=[
+            *trained.notes,
+            *(_tuned_elsewhere(plan, trained.target) if plan else ()),
+            *(
+                [f"{measured.earlier} of these answers were measured before the run was stopped"]
+                * (measured.earlier > 0)
+            ),
+        ],
     )
 
 
@@ -197,35 +234,6 @@ def _tuned_elsewhere(plan: DrafterPlan, target: Target) -> list[str]:
     return [
         f"the tree was tuned on {', '.join(plan.tuned_on)}, this is {', '.join(here)}; `headstart tune` finds its own"
     ]
-
-
-def check_identity(trained: Trained, plan: DrafterPlan, measured: Measurement) -> dict[str, Any] | None:
-    """Identity as `eval.identity` defines it, on the first `eval.identity_prompts` questions (None: on all)."""
-    settings, target = trained.recipe.eval, trained.target
-    if settings.identity_prompts == 0:
-        return None
-    chosen = list(dict.fromkeys(answer.question.question_id for answer in measured.answers))
-    chosen = set(chosen[: settings.identity_prompts])
-    answers = [answer for answer in measured.answers if answer.question.question_id in chosen]
-    prompts = [answer.prompt_ids for answer in answers]
-    plain, drafted = ([answer.arms[arm].token_ids for answer in answers] for arm in (PLAIN, plan.name))
-    limits = (settings.max_new_tokens, plan.budget)
-    half = None
-    if target.dtype in (torch.bfloat16, torch.float16):
-        wide = in_float32(target)
-        with Progress("checking identity", 3 * len(prompts), unit="answers") as progress:
-            control = identity.decode(target, NoDraft(plan.budget), prompts, *limits, progress.add)
-            half = identity.check_half_precision(target, wide, prompts, plain, drafted, control)
-            plain = identity.decode(wide, NoDraft(), prompts, settings.max_new_tokens, 1, progress.add)
-            drafted = identity.decode(wide, plan.make(wide), prompts, *limits, progress.add)
-        target = wide
-    full = identity.check_full_precision(target, prompts, plain, drafted, plan.budget)
-    return {
-        "prompts": len(chosen),
-        "full_precision": identity.as_dict(full),
-        "half_precision": identity.as_dict(half) if half else None,
-        "passed": full.passed and (half is None or half.passed),
-    }
 
 
 def show(report: Report, console: Console) -> None:
@@ -264,11 +272,12 @@ def _without_path(name: str) -> str:
     )
 
 
-def _default_folder(named: Named, names: Sequence[str], bench: str | None) -> Path:
+def _default_folder(named: Named, names: Sequence[str], benchmark: Benchmark | None) -> Path:
     """The run's folder; a folder in it for other prompts; without a run, a folder of its own under runs/."""
+    bench = benchmark and (benchmark.name or Path(benchmark.source.source).stem)
     if named.run is not None:
-        return named.run / f"bench-{Path(bench).stem}" if bench else named.run
-    words = [Path(named.recipe.target.name).name, *names, *([Path(bench).stem] if bench else [])]
+        return named.run / f"bench-{bench}" if bench else named.run
+    words = [Path(named.recipe.target.name).name, *names, *([bench] if bench else [])]
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(words))
     if len(name) > LONGEST_NAME:  # of many drafters; told apart by all of them
         name = f"{name[: LONGEST_NAME - 9]}-{sha256(name.encode()).hexdigest()[:8]}"

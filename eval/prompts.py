@@ -3,14 +3,17 @@
     questions = choose(load_questions(recipe, target.tokenizer), recipe.eval.num_prompts)
     prompt_ids = questions[0].prompt_ids(renderer)
 
-Any source that training can read will do: the bundled prompts, files of messages, Spec-Bench's `question.jsonl`.
-Answers in it are left out; the user's turns are asked one by one, each after the target's own answer to the last.
+Any source that training can read will do: the bundled prompts, files of messages, and the benchmarks of
+`eval/benchmarks.py`. Answers in it are left out; the user's turns are asked one by one, each after the target's own
+answer to the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,6 +22,7 @@ from headstart.data.prepare import prepare
 from headstart.data.rendering import ChatRenderer, Row
 from headstart.data.sources import SkipReport, check_source, display_name, read
 from headstart.errors import DataError
+from headstart.eval.benchmarks import SPEC_BENCH_GROUPS, SPEC_BENCH_MARK, Benchmark
 from headstart.recipe import Recipe, Source
 
 NOVELTY = {
@@ -29,10 +33,6 @@ NOVELTY = {
 """How new a question of the bundled chats is to a head that was trained on them, by split."""
 ELSEWHERE, HELD_OUT = "from elsewhere", "held out by prompt"
 
-MT_BENCH = frozenset("writing roleplay reasoning math coding extraction stem humanities".split())
-"""Categories that Spec-Bench counts as one group of its six, MT-bench."""
-SPEC_BENCH_MARK = frozenset({"math_reasoning", "summarization", "translation", "rag", "qa"})
-
 
 @dataclass(frozen=True)
 class Question:
@@ -40,8 +40,9 @@ class Question:
 
     question_id: str
     category: str
-    """What tables are grouped by: the kind of task; Spec-Bench's group."""
+    """The group of tasks that is drawn from evenly and that tables show first: one of Spec-Bench's six, or the kind."""
     kind: str
+    """The kind of task: one of a benchmark's own categories, 13 in Spec-Bench."""
     novelty: str
     """Whether training had seen its like."""
     turns: tuple[tuple[Message, ...], ...]
@@ -67,55 +68,78 @@ def check_questions(recipe: Recipe) -> None:
         check_source(source, answers=False)
 
 
-def load_questions(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Question]:
-    """All questions of `eval.prompts`; without those, of the held-out sources or the held-out rows of training.
+def load_questions(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, benchmark: Benchmark | None = None
+) -> list[Question]:
+    """All questions of the benchmark; without one, of `eval.prompts`; without those, of the held-out sources or the
+    held-out rows of training.
 
     Raises DataError where a source cannot be opened or gives no prompt at all.
     """
+    if benchmark is not None:
+        return _read(benchmark, tokenizer)
     sources = recipe.eval.prompts or recipe.data.held_out.sources
     if not sources:
         rows = prepare(recipe, tokenizer).held_out
         if not len(rows):
             raise DataError("the recipe holds out no rows to ask; name prompts with --bench, or data.held_out.sources")
         return [_from_row(row) for row in rows]
-    questions: list[Question] = []
-    for source in sources:
-        reports: dict[str, SkipReport] = {}
-        conversations = list(read(source, reports, answers=False))
-        if not conversations:
-            reasons = "; ".join(report.summary() for report in reports.values())
-            raise DataError(f"{display_name(source)} gives no prompt to decode: {reasons}")
-        kinds = {conversation.kind for conversation in conversations}
-        grouped = bool(kinds & SPEC_BENCH_MARK)
-        questions += [_question(conversation, source, tokenizer, grouped) for conversation in conversations]
-    return questions
+    return [question for source in sources for question in _read(Benchmark("", source), tokenizer)]
+
+
+def _read(benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase) -> list[Question]:
+    source, reports = benchmark.source, dict[str, SkipReport]()
+    try:
+        conversations = list(read(source, reports, answers=False, to_record=benchmark.to_record))
+    except DataError as error:
+        if benchmark.name and not Path(source.source).exists():
+            raise DataError(f"{error} A copy on the disk will do: --bench {benchmark.name}=PATH") from None
+        raise
+    if not conversations:
+        reasons = "; ".join(report.reasons() for report in reports.values())
+        raise DataError(f"{display_name(source)} gives no prompt to decode: {reasons}")
+    for report in reports.values():
+        if report.skipped:
+            print(report.summary())
+    name = benchmark.name or display_name(source)
+    kinds = {conversation.kind or name for conversation in conversations}
+    benchmark.check_categories(kinds)
+    groups = benchmark.groups or (SPEC_BENCH_GROUPS if kinds & SPEC_BENCH_MARK else {})
+    return [_question(one, source, tokenizer, one.kind or name, groups) for one in conversations]
 
 
 def choose(questions: Sequence[Question], count: int) -> list[Question]:
-    """`count` of them, the same number of every category as far as they last, evenly spaced within each.
+    """`count` of them, always the same ones: as many of every category as of every other, as far as they last, within
+    a category as many of every kind, and of a kind evenly spaced ones.
 
-    They come category by category in turn, so that the first few are a mixture as well.
+    They come category by category and kind by kind in turn, so that the first few are a mixture as well.
     """
-    by_category: dict[str, list[Question]] = {}
+    return _draw(questions, count, [lambda question: question.category, lambda question: question.kind])
+
+
+def _draw(questions: Sequence[Question], count: int, keys: Sequence[Callable[[Question], str]]) -> list[Question]:
+    count = min(count, len(questions))
+    if not keys:
+        return [questions[place * len(questions) // count] for place in range(count)]
+    parts: dict[str, list[Question]] = {}
     for question in questions:
-        by_category.setdefault(question.category, []).append(question)
-    quotas = dict.fromkeys(by_category, 0)
-    while sum(quotas.values()) < min(count, len(questions)):
-        for category, members in by_category.items():
-            if quotas[category] < len(members) and sum(quotas.values()) < count:
-                quotas[category] += 1
-    chosen = {
-        category: [members[place * len(members) // quotas[category]] for place in range(quotas[category])]
-        for category, members in by_category.items()
-    }
-    longest = max(quotas.values(), default=0)
-    return [members[place] for place in range(longest) for members in chosen.values() if place < len(members)]
+        parts.setdefault(keys[0](question), []).append(question)
+    quotas = dict.fromkeys(parts, 0)
+    while sum(quotas.values()) < count:
+        for name, members in parts.items():
+            if quotas[name] < len(members) and sum(quotas.values()) < count:
+                quotas[name] += 1
+    chosen = [_draw(members, quotas[name], keys[1:]) for name, members in parts.items()]
+    return [one for turn in zip_longest(*chosen) for one in turn if one is not None]
 
 
 def _question(
-    conversation: Conversation, source: Source, tokenizer: PreTrainedTokenizerBase, spec_bench: bool
+    conversation: Conversation,
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    kind: str,
+    groups: Mapping[str, str],
 ) -> Question:
-    kind = conversation.kind or display_name(source)
     ids = None
     turns: list[tuple[Message, ...]] = [()]
     if conversation.messages is not None:
@@ -133,7 +157,7 @@ def _question(
         ids = _prompt_part(list(conversation.input_ids or ()), list(conversation.supervised or ()))
     return Question(
         question_id=conversation.row_id,
-        category="mt_bench" if spec_bench and kind in MT_BENCH else kind,
+        category=groups.get(kind, kind),
         kind=kind,
         novelty=NOVELTY[source.split] if source.source == "bundled:chats" else ELSEWHERE,
         turns=tuple(turns),

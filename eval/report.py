@@ -89,6 +89,7 @@ def line(name: str, report: Report) -> dict[str, Any]:
         "conditional": [row["conditional"] for row in details["per_depth"]],
         "seconds_per_step": seconds["drafted"],
         "break_even_acceptance_length": seconds["break_even_acceptance_length"],
+        **{key: details[key] for key in ("latency", "by_category", "by_kind", "by_context")},
         "identity_holds": None if details["identity"] is None else details["identity"]["passed"],
     }
 
@@ -188,6 +189,12 @@ def _plots(report: Report) -> list[str]:
         rows = [(row["name"], row["acceptance_length"]) for row in kinds]
         whiskers = [row["acceptance_length_interval"] for row in kinds]
         title = "Acceptance length by kind, 95% intervals; dashed: no drafts"
+        plots.append(horizontal_bars(title, rows, intervals=whiskers, reference=1.0))
+    contexts = [row for row in details["by_context"] if row["acceptance_length"] is not None]
+    if len(contexts) > 1:
+        rows = [(row["name"], row["acceptance_length"]) for row in contexts]
+        whiskers = [row["acceptance_length_interval"] for row in contexts]
+        title = "Acceptance length by tokens of context, 95% intervals; dashed: no drafts"
         plots.append(horizontal_bars(title, rows, intervals=whiskers, reference=1.0))
     if speedups:
         title = f"Speedup of each answer, median {number(details['over_prompts']['speedup']['median'])}; dashed: plain"

@@ -6,16 +6,15 @@ Answers that loop in either arm are left out of every headline figure and shown 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import numpy as np
 
 from headstart.decode.engine import StepRecord
 from headstart.eval.acceptance import FORMULAS, Number, StepCounts, count_steps, loops, mean_and_median, ratio
+from headstart.eval.by_context import by_context
 from headstart.eval.identity import first_difference
-from headstart.eval.intervals import Interval, ratio_interval, speedup_interval
+from headstart.eval.intervals import Interval, group_sums, ratio_interval, speedup_interval
+from headstart.eval.latency import LATENCY_FORMULAS, latency
 from headstart.eval.timing import PLAIN, Answer, Measurement, Timed
 
 Figures = dict[str, Any]
@@ -34,6 +33,7 @@ def summarise(run: Measurement, drafter: str) -> Figures:
     plain, drafted = [answer.arms[PLAIN] for answer in kept], [answer.arms[drafter] for answer in kept]
     asked = [answer for answer in kept if answer.transformers is not None]
     identical = [_difference(answer, drafter) is None for answer in run.answers]
+    waits = latency(kept, drafter)
     headline = {
         "plain_tokens_per_second": _pooled_rate(plain),
         "transformers_generate_tokens_per_second": _transformers_rate(asked),
@@ -44,11 +44,10 @@ def summarise(run: Measurement, drafter: str) -> Figures:
         "acceptance_length_interval": _acceptance_interval(kept, drafter),
         "identical_outputs": sum(identical),
         "compared_outputs": len(identical),
-        "time_to_first_token": _both(kept, drafter, lambda timed: [timed.first_token_seconds]),
-        "inter_chunk_latency": _both(kept, drafter, lambda timed: timed.chunk_seconds[1:]),
+        **{name: _p50_and_p95(waits[name]) for name in ("time_to_first_token", "inter_chunk_latency")},
         "memory": {"plain": run.memory[PLAIN], "drafted": run.memory[drafter]},
     }
-    return headline | {"details": _details(run, kept, looping, asked, drafter)}
+    return headline | {"details": {**_details(run, kept, looping, asked, drafter), "latency": waits}}
 
 
 def token_rates(tokens: Sequence[Number], seconds: Sequence[Number]) -> dict[str, float | None]:
@@ -63,7 +62,7 @@ def _details(run: Measurement, kept: list[Answer], looping: list[Answer], asked:
     kept_rows = [row for row in rows if not row["loops"]]
     plain_where_asked = _pooled_rate([answer.arms[PLAIN] for answer in asked])
     return {
-        "formulas": FORMULAS | COST_FORMULAS,
+        "formulas": FORMULAS | COST_FORMULAS | LATENCY_FORMULAS,
         "answers": {
             "decoded": len(run.answers),
             "looping": len(looping),
@@ -80,6 +79,7 @@ def _details(run: Measurement, kept: list[Answer], looping: list[Answer], asked:
         },
         "by_category": _table(kept, drafter, lambda answer: answer.question.category),
         "by_kind": _table(kept, drafter, lambda answer: answer.question.kind),
+        "by_context": by_context(kept, drafter),
         "by_novelty": _table(kept, drafter, lambda answer: answer.question.novelty),
         "looping": _table(looping, drafter, lambda answer: "looping answers"),
         "seconds_per_step": _seconds_per_step(kept, drafter),
@@ -127,8 +127,7 @@ def _speedup(answers: Sequence[Answer], drafter: str) -> float | None:
 
 def _group_sums(answers: Sequence[Answer], value: Callable[[Answer], Number]) -> list[Number]:
     """Per group of questions decoded together; what the bootstrap draws."""
-    groups = groupby(sorted(answers, key=lambda answer: answer.group), key=lambda answer: answer.group)
-    return [sum(map(value, members)) for _, members in groups]
+    return group_sums([answer.group for answer in answers], [value(answer) for answer in answers])
 
 
 def _speedup_interval(answers: Sequence[Answer], drafter: str) -> Interval | None:
@@ -147,17 +146,8 @@ def _acceptance_interval(answers: Sequence[Answer], drafter: str) -> Interval | 
     return ratio_interval(emitted, _group_sums(answers, lambda answer: len(whole(answer))))
 
 
-def _both(answers: Sequence[Answer], drafter: str, seconds: Callable[[Timed], list[float]]) -> Figures:
-    """p50 and p95 in seconds over all answers, of both arms."""
-    return {
-        name: percentiles(second for answer in answers for second in seconds(answer.arms[arm]))
-        for name, arm in (("plain", PLAIN), ("drafted", drafter))
-    }
-
-
-def percentiles(values: Iterable[Number]) -> dict[str, float | None]:
-    known = list(values)
-    return {name: float(np.percentile(known, q)) if known else None for name, q in (("p50", 50), ("p95", 95))}
+def _p50_and_p95(arms: Figures) -> Figures:
+    return {arm: {name: seconds[name] for name in ("p50", "p95")} for arm, seconds in arms.items()}
 
 
 def _acceptance(counts: StepCounts) -> Figures:
@@ -199,6 +189,7 @@ def _table(answers: Sequence[Answer], drafter: str, name: Callable[[Answer], str
             "acceptance_length": count_steps(answer.arms[drafter].steps for answer in members).acceptance_length,
             "acceptance_length_interval": _acceptance_interval(members, drafter),
             "speedup": _speedup(members, drafter),
+            "speedup_interval": _speedup_interval(members, drafter),
             "plain_tokens_per_second": _pooled_rate([answer.arms[PLAIN] for answer in members]),
             "drafted_tokens_per_second": _pooled_rate([answer.arms[drafter] for answer in members]),
         }

@@ -11,6 +11,7 @@ from headstart.eval.acceptance import Number
 Report = dict[str, Any]
 DEPTHS_SHOWN = 5
 """In a table of several drafters."""
+CONTEXT_NOTE = "Tokens in the cache before a step; an answer stands in every row that it passes through."
 
 
 @dataclass(frozen=True)
@@ -57,20 +58,28 @@ def headline(report: Report) -> Table:
 def tables(report: Report) -> list[Table]:
     """All tables below the headline that have something to say."""
     details = report["details"]
+    grouped = _differs(details)
     found = [
-        _groups("By category", details["by_category"]),
-        _groups("By kind", details["by_kind"] if _differs(details) else []),
+        _groups("By group" if grouped else "By category", details["by_category"]),
+        _groups("By category", details["by_kind"] if grouped else []),
+        _groups("By context length", details["by_context"], CONTEXT_NOTE),
         _groups("Held out or seen", details["by_novelty"]),
         _depths(details["per_depth"]),
         _over_prompts(details["over_prompts"]),
-        _latency(report),
+        _latency(details["latency"]),
         _step_times(details["seconds_per_step"]),
         _memory(report["memory"]),
         _groups("Answers that loop", details["looping"], "An 8-gram occurs three times. In no other figure."),
         _identity(details["identity"]),
         _several("All drafters", details["drafters"]),
-        _several("By temperature", details["temperatures"]),
-        _several("By rows decoded at a time", details["batches"]),
+        _beside("All drafters by group", details["drafters"] if grouped else [], "by_category"),
+        _beside("All drafters by category", details["drafters"], "by_kind"),
+        _beside("All drafters by context length", details["drafters"], "by_context"),
+        _latencies(details["drafters"]),
+        *(
+            _several(title, details[key] if len(details[key]) > len(details["drafters"]) else [])
+            for title, key in (("By temperature", "temperatures"), ("By rows decoded at a time", "batches"))
+        ),
         _prompts(details["prompts"]),
         _pairs("Settings", details["settings"]),
         _pairs("Environment", report["environment"]),
@@ -104,7 +113,7 @@ def _groups(title: str, rows: list[dict[str, Any]], note: str = "") -> Table:
                 row["name"],
                 str(row["answers"]),
                 _with(row["acceptance_length"], row["acceptance_length_interval"]),
-                number(row["speedup"]),
+                _with(row["speedup"], row["speedup_interval"]),
                 _figure(row["plain_tokens_per_second"]),
                 _figure(row["drafted_tokens_per_second"]),
             ]
@@ -134,13 +143,13 @@ def _over_prompts(figures: dict[str, Any]) -> Table:
     return Table("Over answers, each counted once", ["", "pooled", "mean", "median"], rows)
 
 
-def _latency(report: Report) -> Table:
-    rows = []
-    for key in ("time_to_first_token", "inter_chunk_latency"):
-        for arm in ("plain", "drafted"):
-            seconds = report[key][arm]
-            rows.append([f"{key.replace('_', ' ')}, {arm}", *(_milliseconds(seconds[name]) for name in ("p50", "p95"))])
-    return Table("Latency in ms", ["", "p50", "p95"], rows)
+def _latency(waits: dict[str, Any]) -> Table:
+    rows = [
+        [f"{key.replace('_', ' ')}, {arm}", *map(_milliseconds, seconds.values())]
+        for key, arms in waits.items()
+        for arm, seconds in arms.items()
+    ]
+    return Table("Latency in ms", ["", *next(iter(waits.values()))["plain"]], rows)
 
 
 def _milliseconds(seconds: Number | None) -> str:
@@ -198,6 +207,38 @@ def _several(title: str, rows: list[dict[str, Any]]) -> Table:
         if len(rows) > 1
         else [],
     )
+
+
+def _beside(title: str, drafters: list[dict[str, Any]], key: str) -> Table:
+    """The same rows for every drafter: a benchmark's groups or categories, and last all of them."""
+    if len(drafters) < 2 or len(drafters[0][key]) < 2:
+        return Table(title, [], [])
+    by_name = [{row["name"]: row for row in one[key]} for one in drafters]
+    header = ["", "answers", "plain tok/s"]
+    for one in drafters:
+        header += [f"{one['name']}: τ", "speedup"]
+    rows = []
+    for name, first in by_name[0].items():
+        cells = [name, str(first["answers"]), _figure(first["plain_tokens_per_second"])]
+        for found in by_name:
+            row = found.get(name, {})
+            cells += [number(row.get("acceptance_length")), _with(row.get("speedup"), row.get("speedup_interval"))]
+        rows.append(cells)
+    cells = ["all", "", _figure(drafters[0]["plain_tokens_per_second"])]
+    for one in drafters:
+        cells += [number(one["acceptance_length"]), _with(one["speedup"], one["speedup_interval"])]
+    return Table(title, header, [*rows, cells])
+
+
+def _latencies(drafters: list[dict[str, Any]]) -> Table:
+    """What matters to a user, for every drafter and for plain decoding."""
+    shown = [("time_to_first_token", "p50"), ("time_per_output_token", "p50"), ("time_per_output_token", "p95")]
+    shown += [("request_latency", "p50"), ("request_latency", "p95")]
+    arms = [("plain", drafters[0]["latency"], "plain")] if len(drafters) > 1 else []
+    arms += [(one["name"], one["latency"], "drafted") for one in drafters if len(drafters) > 1]
+    rows = [[name, *(_milliseconds(waits[key][arm][which]) for key, which in shown)] for name, waits, arm in arms]
+    header = ["", *(f"{key.replace('_', ' ')}, {which}" for key, which in shown)]
+    return Table("Latency of all drafters in ms", header, rows)
 
 
 def _prompts(rows: list[dict[str, Any]]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,24 +42,34 @@ class Trained(Named):
     renderer: ChatRenderer
 
 
-def find_named(head: str | Path | None = None, target: str | None = None, *, overrides: Sequence[str] = ()) -> Named:
+def find_named(
+    head: str | Path | None = None,
+    target: str | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    others: Sequence[Path] = (),
+) -> Named:
     """head: a run folder, or the folder of a head alone. target: replaces the one that the head was trained for; the
-    head's fingerprint is compared when it is loaded. Raises HeadstartError for what cannot be used.
+    head's fingerprint is compared when it is loaded. others: folders of further heads that will draft.
+
+    Prompts are rendered as in the head's training, without `head` as in that of the first of the others; where one
+    learnt otherwise, or an override says otherwise, a note does. Raises HeadstartError for what cannot be used.
     """
     run = folder = None
-    description: dict[str, Any] = {}
+    descriptions: dict[str, dict[str, Any]] = {}
+    name = target
     if head is not None:
         run, folder = find_head(Path(head))
-        description = read_description(folder)
+        descriptions["the head"] = read_description(folder)
+        name = target or (None if run else descriptions["the head"]["target"].get("name"))
+    descriptions |= {f"head:{_run_name(other)}": read_description(other) for other in others if other != folder}
     changes = list(overrides)
-    name = target
-    if run is not None:
-        source = str(run / "recipe.yaml")
-    else:
-        source = DEFAULT_RECIPE
-        name = target or (description["target"].get("name") if description else None)
-        if name is None:
-            raise RecipeError("neither a head nor a target is named; add --head RUN or --target NAME")
+    source = str(run / "recipe.yaml") if run else DEFAULT_RECIPE
+    if run is None and name is None:
+        raise RecipeError("neither a head nor a target is named; add --head RUN or --target NAME")
+    if run is None:
+        chats = [chat for one in descriptions.values() if (chat := _chat(one)) is not None]
+        changes = [*(f"data.chat={json.dumps(chat, ensure_ascii=False)}" for chat in chats[:1]), *changes]
     if name is not None:
         changes = [f"target.name={quoted(name)}", "target.architecture=null", *changes]
     if folder is not None and (folder / ADAPTER).is_dir():  # the target learnt with it
@@ -66,7 +77,8 @@ def find_named(head: str | Path | None = None, target: str | None = None, *, ove
     if run is None:  # the size that suits the quickstart's head says nothing of others
         changes = ["eval.tree=auto", *changes]
     recipe = load_recipe(source, changes)
-    return Named(recipe, run, folder, [*_template_notes(recipe, description), *_joint_notes(description)])
+    notes = [note for who, one in descriptions.items() for note in _template_notes(recipe, who, one)]
+    return Named(recipe, run, folder, [*notes, *_joint_notes(descriptions.get("the head", {}))])
 
 
 def load_named(named: Named, *, device: str | None = None, dtype: str | None = None) -> Trained:
@@ -114,14 +126,23 @@ def _joint_notes(description: dict[str, Any]) -> list[str]:
     ]
 
 
-def _template_notes(recipe: Recipe, description: dict[str, Any]) -> list[str]:
+def _chat(description: dict[str, Any]) -> dict[str, Any] | None:
+    """How a head's training rendered its prompts, where its record says so."""
+    return description.get("training", {}).get("chat")
+
+
+def _run_name(folder: Path) -> str:
+    return (folder.parent if folder.name == "head" else folder).name
+
+
+def _template_notes(recipe: Recipe, who: str, description: dict[str, Any]) -> list[str]:
     """One sentence for each difference between the prompts of training and those of this evaluation."""
-    stored = description.get("training", {}).get("chat")
+    stored = _chat(description)
     if stored is None:
         return []
     before, now = ChatSection.model_validate(stored), recipe.data.chat
     return [
-        f"the head was trained with data.chat.{key}={getattr(before, key)!r}, this evaluation renders with "
+        f"{who} was trained with data.chat.{key}={getattr(before, key)!r}, this evaluation renders with "
         f"{getattr(now, key)!r}: it drafts for another context than it learnt"
         for key in ("arguments", "system")
         if getattr(before, key) != getattr(now, key)

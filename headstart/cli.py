@@ -139,7 +139,11 @@ def build_parser() -> argparse.ArgumentParser:
     verb.add_argument(
         "--drafters", metavar="A,B", help="ngram, model:ID, head:RUN, ..: docs/drafters.md; default: head"
     )
-    verb.add_argument("--bench", metavar="FILE", help="prompts from a file; default: what the recipe says")
+    verb.add_argument(
+        "--bench",
+        metavar="NAME[=PATH]",
+        help="spec-bench=PATH, mt-bench=PATH, gsm8k, .., or a file: docs/evaluation.md",
+    )
     verb.add_argument("--split", help="split of those prompts")
     verb.add_argument("--output", metavar="DIR", help="where the report goes; default: the run folder")
     _add_other_target(verb)

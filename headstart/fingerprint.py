@@ -100,6 +100,10 @@ def check_fingerprint(
     if not rest:
         return
     message = f"{made} {trained_on}, and {target.name} differs from it: {rest}"
+    if "adapter" in rest and stored.get("adapter"):
+        message += (
+            " (a head that learnt with its target has the adapter beside it: --set target.adapter=RUN/head/adapter)"
+        )
     if not allow_other_target:
         raise TargetError(f"{message}; give that target, or --allow-other-target")
     warn(f"{message}; used all the same, as asked")

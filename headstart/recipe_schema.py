@@ -281,7 +281,8 @@ class EvalSection(Config):
     """How acceptance and speedup are measured."""
 
     num_prompts: int = Field(default=80, ge=1)
-    """How many prompts are decoded. More give narrower intervals."""
+    """How many prompts are decoded, as many of every group of tasks as of every other, and always the same ones. More
+    give narrower intervals."""
 
     max_new_tokens: int = Field(default=256, ge=1)
     """Longest answer in tokens."""
@@ -302,7 +303,7 @@ class EvalSection(Config):
 
     identity_prompts: int | None = Field(default=8, ge=0)
     """On how many prompts the drafted text is compared with plain decoding in float32 and with a control arm, which is
-    slow; null: on all."""
+    slow; null: on all. Of a float32 target, every text that parts is looked at besides."""
 
     prompts: list[Source] = []
     """Where the prompts come from; empty: the held-out conversations."""

@@ -60,14 +60,15 @@ def test_spec_bench_turns_and_its_six_groups(tmp_path):
         for i, kind in enumerate(["translation"] * 20 + ["rag"] * 20)
     ]
     questions = from_file(write(tmp_path / "question.jsonl", *mt_bench, *others))
-    assert Counter(question.category for question in questions) == {"mt_bench": 20, "translation": 20, "rag": 20}
+    assert Counter(question.category for question in questions) == {"MT conversation": 20, "translation": 20, "RAG": 20}
     assert questions[0].question_id == "81" and [turn[0]["content"] for turn in questions[0].turns] == [
         "first 0",
         "second 0",
     ]
     chosen = choose(questions, 12)
-    assert Counter(question.category for question in chosen) == {"mt_bench": 4, "translation": 4, "rag": 4}
-    assert [question.question_id for question in chosen if question.category == "mt_bench"] == ["81", "86", "91", "96"]
+    assert Counter(question.category for question in chosen) == {"MT conversation": 4, "translation": 4, "RAG": 4}
+    conversations = [question.question_id for question in chosen if question.category == "MT conversation"]
+    assert conversations == ["81", "91", "86", "96"], "two of each kind, evenly spaced, in turn"
     assert len({question.category for question in chosen[:3]}) == 3, "the first few are a mixture"
 
 

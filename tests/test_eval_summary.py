@@ -13,9 +13,10 @@ from headstart.errors import HeadError, HeadstartError, RecipeError
 from headstart.eval.charts import columns, dots, horizontal_bars, stacked_bars
 from headstart.eval.drafters import plan_drafter
 from headstart.eval.gates import gates
+from headstart.eval.latency import percentiles
 from headstart.eval.prompts import Question
 from headstart.eval.report import HEADLINE, build_report, to_html, to_markdown, write_report
-from headstart.eval.summary import percentiles, summarise, token_rates
+from headstart.eval.summary import summarise, token_rates
 from headstart.eval.tables import headline
 from headstart.eval.timing import PLAIN, Answer, Measurement, Timed
 from headstart.eval.transformers_arm import Generated
@@ -107,6 +108,43 @@ def test_tables_by_kind_and_depth():
     assert details["over_prompts"]["acceptance_length"] == {"mean": 2.0, "median": 2.0}
 
 
+def test_waits_are_those_of_a_request_and_tokens_of_the_first_emission_are_not_waited_for():
+    one = answer(0, accepted=(1, 3, 0, 1))
+    waits = summarise(measurement(one), "medusa")["details"]["latency"]
+    assert waits["request_latency"]["plain"]["p50"] == pytest.approx(1 + 20 * 0.1)
+    assert waits["request_latency"]["drafted"]["p99"] == pytest.approx(1 + 4 * 0.12)
+    assert waits["time_per_output_token"]["plain"]["p50"] == pytest.approx(0.1)
+    assert waits["time_per_output_token"]["drafted"]["p50"] == pytest.approx(3 * 0.12 / 18)
+    assert waits["time_to_first_token"]["drafted"]["p90"] == pytest.approx(1.12)
+    batched = [replace(step, rows=4) for step in one.arms["medusa"].steps]
+    one.arms["medusa"] = replace(one.arms["medusa"], steps=batched, seconds=0.12)
+    waits = summarise(measurement(one), "medusa")["details"]["latency"]
+    assert waits["request_latency"]["drafted"]["p50"] == pytest.approx(1.48), "no share of the batch, its own wait"
+
+
+def test_acceptance_against_the_length_of_the_context():
+    """Steps count where they happen; cut ones in the time alone; intervals where two questions come."""
+    run = measurement(answer(0, accepted=(1, 1, 0, 0)), answer(1, accepted=(1, 1, 0, 2)))
+    for one in run.answers:
+        for arm, timed_answer in one.arms.items():
+            lengths = (100, 127, 128, 700) if arm == "medusa" else (100, 127, 128, *[700] * 17)
+            steps = [replace(s, context_length=length) for s, length in zip(timed_answer.steps, lengths, strict=True)]
+            steps[-1] = replace(steps[-1], cut=arm == "medusa")
+            one.arms[arm] = replace(timed_answer, steps=steps)
+    short, middle, long = summarise(run, "medusa")["details"]["by_context"]
+    assert [row["name"] for row in (short, middle, long)] == [
+        "0 to 127",
+        "128 to 255",
+        "512 to 1023",
+    ]
+    assert short["acceptance_length"] == 2 and short["acceptance_length_interval"] == (2, 2) and short["steps"] == 4
+    assert short["speedup"] == pytest.approx(2 / 1.2) and middle["speedup"] == pytest.approx(1 / 1.2)
+    assert middle["acceptance_length"] == 1 and long["acceptance_length"] is None, "both of its steps are cut"
+    assert long["answers"] == 2 and long["drafted_tokens_per_second"] == pytest.approx(4 / 0.24)
+    report = report_of(run)
+    assert "By context length" in to_markdown(report) and "by tokens of context" in to_html(report)
+
+
 def test_transformers_is_compared_on_the_same_answers():
     figures = summarise(measurement(answer(0, transformers=Generated([7] * 20, 19, 3.8)), answer(1)), "medusa")
     assert figures["transformers_generate_tokens_per_second"] == pytest.approx(5)
@@ -134,6 +172,8 @@ def test_a_failed_identity_takes_the_speedup_out():
         report = report_of(measurement(answer(0), answer(1)), identity=identity)
         assert (report["speedup"] is not None) == passed
         assert ("FAILS" in to_markdown(report)) != passed
+        tables = [row["speedup"] for name in ("by_kind", "by_context", "prompts") for row in report["details"][name]]
+        assert tables and all((speedup is not None) == passed for speedup in tables)
 
 
 def test_a_speedup_above_the_acceptance_length_is_not_believed():
@@ -164,7 +204,7 @@ def test_nothing_measured_is_na_not_nan():
     assert report["speedup"] is None and report["acceptance_length_interval"] is None
     json.dumps(report, allow_nan=False)
     assert "n/a" in to_markdown(report) and ">nan<" not in to_html(report)
-    assert percentiles([]) == {"p50": None, "p95": None}
+    assert set(percentiles([]).values()) == {None}
 
 
 def test_plots_are_svg_with_every_value():
