@@ -14,12 +14,7 @@ KEY, KIND = "check", "crc32:"
 
 def to_line(row: Mapping[str, Any]) -> bytes:
     """The row as a line of JSON Lines, with the checksum of all the rest under `check`."""
-    return (json.dumps(with_check(row), ensure_ascii=False) + "\n").encode()
-
-
-def with_check(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record with the checksum of all the rest under `check`, which `intact` compares."""
-    return {**record, KEY: _checksum(record)}
+    return (json.dumps({**row, KEY: _checksum(row)}, ensure_ascii=False) + "\n").encode()
 
 
 def intact(record: Any) -> Any:

@@ -9,18 +9,19 @@ Only what the head owns is in the file: the target's embedding and output rows a
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pydantic
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from headstart.atomic import save_tensors, whole_folder
 from headstart.errors import HeadError
 from headstart.heads.base import Head
 from headstart.heads.configs import (
@@ -148,10 +149,18 @@ def save_head(
         "target": _without_path(fingerprint),
         "training": dict(training_record or {}),
     }
-    with whole_folder(folder) as fresh:
-        save_tensors(tensors, fresh / WEIGHTS)
-        description["weights_sha256"] = file_sha256(fresh / WEIGHTS)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        fresh.chmod(0o755)
+        save_file(tensors, fresh / WEIGHTS)
         (fresh / CONFIG).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+        for file in (fresh / WEIGHTS, fresh / CONFIG):
+            _flush(file)
+        _replace(fresh, folder)
+    except BaseException:
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
     return folder
 
 
@@ -182,22 +191,8 @@ def load_head(folder: str | Path, target: Target | None = None, allow_other_targ
     vocab = None if ids is None else DraftVocab(ids, vocab_size)
     head = make_head(config, hidden_size=hidden_size, vocab_size=vocab_size, vocab=vocab)
     _check_tensors(head, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, str(folder / WEIGHTS))
-    refuse_damaged(folder, description)
     head.load_state_dict(tensors, strict=True, assign=True)
     return head.eval()
-
-
-def refuse_damaged(folder: Path, description: Mapping[str, Any]) -> None:
-    """HeadError where the weights are not the bytes that were written: a flipped bit is a number like any other."""
-    written = description.get("weights_sha256")
-    if written is not None and (folder / WEIGHTS).is_file() and file_sha256(folder / WEIGHTS) != written:
-        raise HeadError(f"{folder / WEIGHTS} is damaged (its bytes are not those that were written); copy it again")
-
-
-def file_sha256(path: Path) -> str:
-    """Of a file's bytes, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_description(folder: str | Path) -> dict[str, Any]:
@@ -278,3 +273,19 @@ def _without_path(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
     if os.path.isabs(str(kept.get("name", ""))):
         kept["name"] = Path(kept["name"]).name
     return kept
+
+
+def _flush(file: Path) -> None:
+    with open(file, "rb") as handle:
+        os.fsync(handle.fileno())
+
+
+def _replace(fresh: Path, folder: Path) -> None:
+    """Puts `fresh` in the place of `folder`; a folder that was there is moved aside first, then removed."""
+    if not folder.exists():
+        fresh.rename(folder)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    folder.rename(aside / "old")
+    fresh.rename(folder)
+    shutil.rmtree(aside)

@@ -4,22 +4,13 @@ write_text(path, text)              # .NAME.partial, flushed to the disk, then r
 partial = start_folder(folder)      # .NAME.partial, empty
 ...                                 # write into it
 publish(partial, folder)            # flushed and renamed likewise
-
-with whole_folder(folder) as partial: ...   # both in one
 """
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def partial_name(path: Path) -> Path:
@@ -46,40 +37,12 @@ def write_bytes(path: Path, content: bytes) -> None:
     _flush(path.parent)
 
 
-def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes a safetensors file, into a folder that is published later. Raises OSError, naming the file, where the disk
-    refuses it: safetensors itself raises an error of its own, of which nobody knows that it is about the disk."""
-    from safetensors import SafetensorError  # those who only write texts need no torch
-    from safetensors.torch import save_file
-
-    try:
-        save_file(dict(tensors), path, metadata=None if metadata is None else dict(metadata))
-    except SafetensorError as error:
-        found = re.search(r"\(os error (\d+)\)", str(error))
-        if found is None:
-            raise
-        number = int(found.group(1))
-        raise OSError(number, os.strerror(number), os.fspath(path)) from error
-
-
 def start_folder(folder: Path) -> Path:
     """An empty folder under another name, beside `folder`."""
     partial = partial_name(folder)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     return partial
-
-
-@contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """Is written into, and is `folder` afterwards; where anything goes wrong, what had this name before stays."""
-    partial = start_folder(folder)
-    try:
-        yield partial
-        publish(partial, folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def publish(partial: Path, folder: Path) -> None:

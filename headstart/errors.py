@@ -70,9 +70,9 @@ _DISK_FAULTS = {
 }
 
 
-def disk_fault(error: BaseException) -> HeadstartError | None:
+def disk_fault(error: OSError) -> HeadstartError | None:
     """The sentence for a file that the user's disk or permissions refuse; None for what is no matter of theirs."""
-    if not isinstance(error, OSError) or error.errno not in _DISK_FAULTS or error.strerror is None:
+    if error.errno not in _DISK_FAULTS or error.strerror is None:
         return None
     place = f"{error.filename}" if error.filename is not None else "a file"
     return HeadstartError(

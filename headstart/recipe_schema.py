@@ -269,10 +269,6 @@ class TrainSection(Config):
     keep: int = Field(default=3, ge=1)
     """How many checkpoints stay on disk, newest first; the best one stays besides."""
 
-    patience_minutes: Number = Field(default=30, gt=0)
-    """How long a process waits for the others of its launch, where one has gone or is far behind, before it ends with a
-    sentence instead of waiting for ever. The main process forecasts while the others wait: more than that takes."""
-
     world_size: Literal["any"] | Annotated[int, Field(ge=1)] = "any"
     """Number of processes that this recipe is meant for; a launch with another number is refused. any: no check."""
 

@@ -41,8 +41,6 @@ def fork(work: Callable[[], object], log: Path | None = None) -> int:
             sys.stdout = sys.stderr = open(log, "a")
         work()
         status = 0
-    except SystemExit as left:
-        status = int(left.code or 0)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -52,13 +50,6 @@ def fork(work: Callable[[], object], log: Path | None = None) -> int:
 
 def in_two_processes(folder: Path, work: Callable[[int], object], mode: str = "DDP") -> list[str]:
     """Runs `work(rank)` in two forked processes, with what a launch in this mode sets; what each of them returned."""
-    statuses = [os.waitpid(child, 0)[1] for child in start_two_processes(folder, work, mode)]
-    assert statuses == [0, 0], "".join((folder / f"log-{rank}").read_text() for rank in range(2))
-    return [(folder / f"result-{rank}").read_text() for rank in range(2)]
-
-
-def start_two_processes(folder: Path, work: Callable[[int], object], mode: str = "DDP") -> list[int]:
-    """The ids of two forked processes that run `work(rank)`; what they print goes to `log-0` and `log-1`."""
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -73,7 +64,10 @@ def start_two_processes(folder: Path, work: Callable[[int], object], mode: str =
 
     for rank in range(2):
         (folder / f"log-{rank}").unlink(missing_ok=True)
-    return [fork(lambda rank=rank: one(rank), folder / f"log-{rank}") for rank in range(2)]
+    children = [fork(lambda rank=rank: one(rank), folder / f"log-{rank}") for rank in range(2)]
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    assert statuses == [0, 0], "".join((folder / f"log-{rank}").read_text() for rank in range(2))
+    return [(folder / f"result-{rank}").read_text() for rank in range(2)]
 
 
 def forget_processes(mode: str) -> None:

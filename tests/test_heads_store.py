@@ -10,8 +10,8 @@ import torch
 from head_cases import collate, forward, head_for, row, tiny, vocab_of
 from safetensors.torch import load_file, save_file
 
-from headstart import atomic
 from headstart.errors import HeadError, HeadstartError
+from headstart.heads import store
 from headstart.heads.store import load_head, read_description, save_head
 
 
@@ -160,23 +160,13 @@ def test_a_save_that_breaks_leaves_the_last_head_whole(target, tmp_path, monkeyp
     folder = save(head_for(target, num_heads=2), target, tmp_path / "head")
     before = load_file(folder / "head.safetensors")
     with monkeypatch.context() as patch:
-        patch.setattr(atomic, "_flush", lambda file: (_ for _ in ()).throw(OSError("disk full")))
+        patch.setattr(store, "_flush", lambda file: (_ for _ in ()).throw(OSError("disk full")))
         with pytest.raises(OSError, match="disk full"):
             save(head_for(target, num_heads=3), target, folder)
     assert os.listdir(tmp_path) == ["head"]
     assert torch.equal(load_file(folder / "head.safetensors")["blocks.0.weight"], before["blocks.0.weight"])
     save(head_for(target, num_heads=3), target, folder)
     assert load_head(folder, target).config.num_heads == 3 and os.listdir(tmp_path) == ["head"]
-
-
-def test_a_flipped_bit_in_the_weights_is_refused(target, tmp_path):
-    folder = save(head_for(target), target, tmp_path / "head")
-    weights = folder / "head.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-3] ^= 1 << 4
-    weights.write_bytes(content)
-    with pytest.raises(HeadError, match=r"head.safetensors is damaged .* copy it again"):
-        load_head(folder, target)
 
 
 def test_a_gathered_state_is_checked_before_it_is_written(target, tmp_path):

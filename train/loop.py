@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import signal
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 
 from headstart.atomic import publish, start_folder
 from headstart.data.rendering import Row
 from headstart.heads.base import Head
-from headstart.heads.store import ADAPTER, read_description, refuse_damaged, save_head
+from headstart.heads.store import ADAPTER, save_head
 from headstart.loading import parse_dtype
 from headstart.recipe import Recipe
 from headstart.target import Target
@@ -31,7 +30,6 @@ from headstart.train.features import FeatureSource, feature_source
 from headstart.train.feed import StreamFeed, open_feed
 from headstart.train.forecasting import Forecast, Forecaster
 from headstart.train.held_out import evaluate, held_out_batches, report, shares
-from headstart.train.leaving import Interrupted, Leaving
 from headstart.train.lr_schedule import Schedule
 from headstart.train.metrics import Metrics
 from headstart.train.optimisers import make_optimizer
@@ -93,36 +91,22 @@ class Training:
             return self.progress  # finished before; beside its head may lie what was tuned for it
         logged = None
         self.meter.start(self.progress.step, total)
-        with Leaving(self.accelerator) as leaving:
-            while self.progress.step < total:
-                totals, norm, rate = self.step(self.progress, self.schedule)
-                logged = totals if logged is None else logged + totals
-                step, last = self.progress.step, self.progress.step == total
-                if step % self.recipe.logging.every == 0 or last:
-                    self._log(logged, norm, rate)
-                    logged = None
-                with self.meter.paused():
-                    if last or due(step, train.eval_every):
-                        self._evaluate()
-                    asked = leaving.asked()
-                    if asked or last or due(step, train.save_every):
-                        self._save()
-                if asked and not last:
-                    self._leave(asked)
+        while self.progress.step < total:
+            totals, norm, rate = self.step(self.progress, self.schedule)
+            logged = totals if logged is None else logged + totals
+            step, last = self.progress.step, self.progress.step == total
+            if step % self.recipe.logging.every == 0 or last:
+                self._log(logged, norm, rate)
+                logged = None
+            with self.meter.paused():
+                if last or due(step, train.eval_every):
+                    self._evaluate()
+                if last or due(step, train.save_every):
+                    self._save()
         self.metrics.close()
         self.features.close()
         self._ship()
         return self.progress
-
-    def _leave(self, number: int) -> NoReturn:
-        """Ends a run that a signal told to stop, once its step is saved."""
-        self.metrics.close()
-        self.features.close()
-        raise Interrupted(
-            f"stopped by {signal.Signals(number).name} after step {self.progress.step} of {self.schedule.total_steps}, "
-            f"which is saved in {self.run.checkpoints}; go on with --resume",
-            number,
-        )
 
     def step(self, progress: Progress, schedule: Schedule, share: float | None = None) -> tuple[Totals, float, float]:
         """One optimiser step, which moves `progress` on: its totals, the gradient's norm, the learning rate. share: how
@@ -305,7 +289,6 @@ class Training:
         best = self.run.checkpoints / "best"
         partial = start_folder(self.run.head)
         if best.is_dir():
-            refuse_damaged(best, read_description(best))
             shutil.copytree(best, partial, dirs_exist_ok=True)
         else:
             adapters = None if self.joint is None else self.joint.adapters

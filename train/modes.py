@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Mapping
-from datetime import timedelta
 
 import torch
 from accelerate import Accelerator
@@ -51,11 +50,9 @@ def start_processes(recipe: Recipe, *, smoke: bool = False) -> Accelerator:
     zero = asked in (ZERO_2, ZERO_3)
     if zero:
         _ready_deepspeed()
-    # on a CPU without the backend's name, every process of ZeRO would be alone
-    backend = {"backend": "gloo"} if zero and not torch.cuda.is_available() else {}
-    patience = timedelta(minutes=float(recipe.train.patience_minutes))
     handlers: list = [DistributedDataParallelKwargs(broadcast_buffers=False)]
-    handlers.append(InitProcessGroupKwargs(timeout=patience, **backend))
+    if zero and not torch.cuda.is_available():
+        handlers.append(InitProcessGroupKwargs(backend="gloo"))  # without it every process would be alone
     accelerator = Accelerator(
         cpu=smoke and asked in (None, DDP),  # told to use the CPU, accelerate drops ZeRO and FSDP without a word
         mixed_precision="no",  # the recipe's dtype decides, not the launch configuration
@@ -67,19 +64,6 @@ def start_processes(recipe: Recipe, *, smoke: bool = False) -> Accelerator:
         refuse_other_mode(recipe, mode(accelerator))
     refuse_other_world_size(recipe, mode(accelerator), accelerator.num_processes)
     return accelerator
-
-
-def lost_process(error: BaseException) -> TrainingError | None:
-    """The sentence for an error that means that another process has gone, or waits no longer; None for others."""
-    words = str(error)
-    by_transport = ("gloo/", "Connection closed by peer", "ncclRemoteError", "NCCL communicator was aborted")
-    if not isinstance(error, torch.distributed.DistError) and not any(part in words for part in by_transport):
-        return None
-    first = words.strip().splitlines()[0] if words.strip() else type(error).__name__
-    return TrainingError(
-        f"another process of this run has gone, or was waited for in vain ({first[:200]}); look at what the first that "
-        "stopped has said, then go on with --resume"
-    )
 
 
 def mode(accelerator: Accelerator) -> str:

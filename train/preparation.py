@@ -31,9 +31,8 @@ from headstart.target import Target
 from headstart.train.ceiling import outside
 from headstart.train.features import cached_finals, refuse_missing
 from headstart.train.feed import plan_batches
-from headstart.train.leaving import Interrupted
 from headstart.train.loop import Training
-from headstart.train.modes import SHARDED, lost_process, mode
+from headstart.train.modes import SHARDED, mode
 from headstart.train.run_folder import RunFolder, open_run, refuse_existing
 from headstart.train.wrapping import full_size
 
@@ -60,13 +59,12 @@ def user_errors() -> Iterator[None]:
     """Ends the process with one sentence, and the error's exit status, where the user can mend what went wrong."""
     try:
         yield
-    except (HeadstartError, OSError, RuntimeError) as raised:
-        error = raised if isinstance(raised, HeadstartError) else disk_fault(raised) or lost_process(raised)
+    except (HeadstartError, OSError) as raised:
+        error = disk_fault(raised) if isinstance(raised, OSError) else raised
         if error is None:
             raise
         rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
-        if not (isinstance(error, Interrupted) and rank not in ("", "rank 0: ")):  # which all of them have alike
-            print(f"{rank}{error}", file=sys.stderr, flush=True)
+        print(f"{rank}{error}", file=sys.stderr, flush=True)
         raise SystemExit(error.exit_status) from None
 
 

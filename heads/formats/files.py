@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,9 +13,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from headstart.atomic import save_tensors, whole_folder
 from headstart.errors import HeadError
 from headstart.heads.formats.foreign import Checkpoint
 
@@ -114,11 +116,14 @@ def write_checkpoint(
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise HeadError(f"{folder} exists already and is kept; give another --output")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    fresh.chmod(0o755)
     # clone: rows of one stacked parameter share its storage, which safetensors refuses
     owned = {name: tensor.detach().to("cpu").contiguous().clone() for name, tensor in tensors.items()}
-    with whole_folder(folder) as fresh:
-        save_tensors(owned, fresh / weights, metadata={"format": "pt"})
-        if token_map is not None:
-            torch.save(token_map, fresh / TOKEN_MAP)
-        (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(owned, fresh / weights, metadata={"format": "pt"})
+    if token_map is not None:
+        torch.save(token_map, fresh / TOKEN_MAP)
+    (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    os.replace(fresh, folder)
     return folder
