@@ -32,8 +32,9 @@ from headstart.data.sources import read_all
 from headstart.errors import DataError, refuse_unwritable
 from headstart.fingerprint import PROBES
 from headstart.recipe import ChatSection, Source
+from headstart.tensor_files import describe_file, fault_of
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST, TOKENS, SUFFIXES = "manifest.json", "tokens.npy", "suffixes.npy"
 UNCUT = 1 << 31
 """A document's most tokens: any number."""
@@ -134,6 +135,7 @@ def build_datastore(
         "documents": len(documents),
         "tokens": len(tokens) - len(documents),
         "files": [Path(name).name for name in files],
+        "arrays": {name: describe_file(folder / name) for name in (TOKENS, SUFFIXES)},
     }
     write_text(folder / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     return reports
@@ -150,19 +152,26 @@ def check_datastore(folder: str | Path) -> Path:
 
 
 def load_datastore(folder: str | Path, tokenizer: PreTrainedTokenizerBase) -> Datastore:
-    """Maps a datastore; raises DataError where there is none, where it is damaged, empty, or of another tokenizer."""
+    """Maps a datastore; raises DataError where there is none, where it is damaged, empty, or of another tokenizer.
+
+    Both arrays are read once, about a second for a GB, to compare their SHA-256: a wrong entry would point beyond the
+    text, or draft an id that no token has.
+    """
     folder = check_datastore(folder)
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         found, key, separator = manifest["format"], manifest["tokenizer"], int(manifest["separator"])
         tokens, suffixes = (np.load(folder / name, mmap_mode="r") for name in (TOKENS, SUFFIXES))
         whole = len(tokens) == len(suffixes) == manifest["tokens"] + manifest["documents"]
+        faults = [fault_of(folder / name, manifest["arrays"][name]) for name in (TOKENS, SUFFIXES) if found == FORMAT]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"The datastore {folder} is damaged ({error!r}); build it anew.") from None
     if found != FORMAT:
         raise DataError(f"The datastore {folder} has format {found}, this version reads {FORMAT}; build it anew.")
     if not whole:
         raise DataError(f"The datastore {folder} is damaged (its arrays have other lengths); build it anew.")
+    if damaged := next(filter(None, faults), None):
+        raise DataError(f"The datastore {folder} is damaged ({damaged}); build it anew.")
     if not manifest["tokens"]:
         raise DataError(
             f"The datastore {folder} is empty, and nothing can be drafted from it; build it from more files."

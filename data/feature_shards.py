@@ -57,7 +57,7 @@ def on_disk(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         raise DataError(
             f"The disk of {folder} is full; the rows of all its shards are kept. Make room there, and the same command "

@@ -19,10 +19,9 @@ from typing import Any
 
 import pydantic
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from headstart.errors import HeadError
+from headstart.errors import HeadError, naming
 from headstart.heads.base import Head
 from headstart.heads.configs import (
     HEADS,
@@ -41,6 +40,7 @@ from headstart.heads.starting import as_used, settings_of_start, warm_start
 from headstart.heads.unrolled import LAST_LAYER, RANDOM
 from headstart.heads.vocab import DraftVocab, usable_ids
 from headstart.target import Target, check_fingerprint
+from headstart.tensor_files import describe_file, fault_of, save_tensors
 
 FORMAT = 1
 """Of the folder; a reader refuses a later one."""
@@ -153,11 +153,13 @@ def save_head(
     fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         fresh.chmod(0o755)
-        save_file(tensors, fresh / WEIGHTS)
-        (fresh / CONFIG).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
-        for file in (fresh / WEIGHTS, fresh / CONFIG):
-            _flush(file)
-        _replace(fresh, folder)
+        save_tensors(tensors, fresh / WEIGHTS)
+        description["weights"] = describe_file(fresh / WEIGHTS)
+        with naming(folder):
+            (fresh / CONFIG).write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+            for file in (fresh / WEIGHTS, fresh / CONFIG):
+                _flush(file)
+            _replace(fresh, folder)
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
@@ -167,7 +169,8 @@ def save_head(
 def load_head(folder: str | Path, target: Target | None = None, allow_other_target: bool = False) -> Head:
     """The head in `folder`, on the CPU, in evaluation mode and in the dtype in which it was saved, bit for bit.
 
-    Every tensor of the head must be in the file once and nothing else may be. With a target, its sizes must be those
+    Every tensor of the head must be in the file once and nothing else may be, and the file must be the one that was
+    saved, by its SHA-256 (heads saved without one are taken as they are). With a target, its sizes must be those
     that the head was trained for, and its fingerprint too (`allow_other_target`: only warned of). Raises HeadError, or
     TargetError for another target.
     """
@@ -191,8 +194,21 @@ def load_head(folder: str | Path, target: Target | None = None, allow_other_targ
     vocab = None if ids is None else DraftVocab(ids, vocab_size)
     head = make_head(config, hidden_size=hidden_size, vocab_size=vocab_size, vocab=vocab)
     _check_tensors(head, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, str(folder / WEIGHTS))
+    _refuse_damaged(folder, description.get("weights"))
     head.load_state_dict(tensors, strict=True, assign=True)
     return head.eval()
+
+
+def _refuse_damaged(folder: Path, written: Any) -> None:
+    try:
+        fault = None if written is None else fault_of(folder / WEIGHTS, written)
+    except (KeyError, TypeError):
+        fault = f"`weights` of {CONFIG} is {written!r}, expected bytes and sha256"
+    if fault is not None:
+        raise HeadError(
+            f"{folder} is damaged ({fault}); copy the head's whole folder again or train again, or, where the weights "
+            f"were changed on purpose, take `weights` out of its {CONFIG}"
+        )
 
 
 def read_description(folder: str | Path) -> dict[str, Any]:

@@ -22,7 +22,6 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -30,6 +29,7 @@ from headstart.errors import TargetError
 from headstart.fingerprint import public_name
 from headstart.loading import explained
 from headstart.recipe import JointSection
+from headstart.tensor_files import save_tensors
 
 if TYPE_CHECKING:
     from headstart.target import Target
@@ -116,7 +116,7 @@ class Adapters:
         Path(folder).mkdir()
         self.config.inference_mode = True
         self.config.save_pretrained(str(folder))
-        save_file(self.state(), Path(folder) / _WEIGHTS, metadata={"format": "pt"})
+        save_tensors(self.state(), Path(folder) / _WEIGHTS, metadata={"format": "pt"})
 
     def fingerprint(self) -> dict[str, Any]:
         """The fingerprint of the target with these adapters merged into it, as `merge_adapter` leaves it."""

@@ -1,15 +1,16 @@
 """Files and folders that exist whole or not at all, whatever kills the process.
 
 write_text(path, text)              # .NAME.partial, flushed to the disk, then renamed
-partial = start_folder(folder)      # .NAME.partial, empty
-...                                 # write into it
-publish(partial, folder)            # flushed and renamed likewise
+with whole_folder(folder) as partial:   # .NAME.partial, empty
+    ...                                 # write into it; flushed and renamed likewise
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -35,6 +36,21 @@ def write_bytes(path: Path, content: bytes) -> None:
         error.filename = os.fspath(path)  # the name that the user gave
         raise
     _flush(path.parent)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder to write into, which gets its name at the end. Where the disk refuses something, what was there
+    before stays, the room is given back, and the OSError names `folder`."""
+    partial = partial_name(folder)
+    try:
+        start_folder(folder)
+        yield partial
+        publish(partial, folder)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        error.filename = os.fspath(folder)
+        raise
 
 
 def start_folder(folder: Path) -> Path:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 import headstart
 from headstart.allocator import keep_freed_memory
 from headstart.errors import HeadstartError, RecipeError, disk_fault, show_warnings_plainly
+from headstart.stopping import Terminated, unwinding
 
 TRAINING_SCRIPTS = {
     "medusa": "headstart.train.medusa",
@@ -38,18 +40,22 @@ _ONE_CPU_PROCESS = "--cpu --num_processes 1 --num_machines 1 --mixed_precision n
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and return its exit status: 0, 1 for a failure, 2 for a wrong recipe or command line, 130 for ^C."""
+    """Run one verb and return its exit status: 0, 1 for a failure, 2 for a wrong recipe or command line, 130 for ^C,
+    143 for SIGTERM."""
     arguments = build_parser().parse_args(argv)
     show_warnings_plainly()
     keep_freed_memory()
     try:
-        return arguments.run(arguments) or 0
+        with unwinding():
+            return arguments.run(arguments) or 0
     except HeadstartError as error:
         print(error, file=sys.stderr)
         return error.exit_status
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as stop:
+        by = stop.by if isinstance(stop, Terminated) else signal.SIGINT
+        kept = "; what is finished is kept, and the same command goes on" if arguments.run in _GO_ON else ""
+        print(f"{'interrupted' if by == signal.SIGINT else f'stopped by {by.name}'}{kept}", file=sys.stderr)
+        return 128 + by
     except BrokenPipeError:  # `headstart ... | head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -227,7 +233,7 @@ def _train(arguments: argparse.Namespace) -> None:
     variables, words = launch_command(arguments)
     print(" ".join([*(f"{name}={value}" for name, value in variables.items()), shlex.join(words)]), flush=True)
     # this process becomes the launcher: signals and the exit status need no passing on
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *words[1:]]
+    command = [sys.executable, "-m", "headstart.launch", *words[1:]]
     os.execve(sys.executable, command, {**os.environ, **variables})
 
 
@@ -322,6 +328,10 @@ def _data_features(arguments: argparse.Namespace) -> None:
         head=arguments.head,
         device=arguments.device,
     )
+
+
+_GO_ON = (_data_distill, _data_features)
+"""Their results are on the disk as they come: started again, they do what is missing."""
 
 
 def _data_datastore(arguments: argparse.Namespace) -> None:

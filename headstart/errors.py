@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+ANOTHER_IS_GONE = 75
+"""Exit status of a process that could not go on without another one of its launch (EX_TEMPFAIL: worth another try)."""
+
 
 class HeadstartError(Exception):
     """A mistake that the user can mend: one sentence saying what was found, what was expected and what to type next.
@@ -18,6 +21,8 @@ class HeadstartError(Exception):
     """
 
     exit_status = 1
+    shared = False
+    """All processes of a launch raise it, and the main one says it for them."""
 
 
 class RecipeError(HeadstartError):
@@ -66,7 +71,7 @@ def show_warnings_plainly() -> None:
 
 _DISK_FAULTS = {
     getattr(errno, name, None)  # Windows has not all of them
-    for name in "ENOENT EACCES EPERM EROFS ENOSPC EDQUOT EEXIST ENOTDIR EISDIR ENAMETOOLONG".split()
+    for name in "ENOENT EACCES EPERM EROFS ENOSPC EDQUOT EFBIG EEXIST ENOTDIR EISDIR ENAMETOOLONG".split()
 }
 
 

@@ -269,6 +269,10 @@ class TrainSection(Config):
     keep: int = Field(default=3, ge=1)
     """How many checkpoints stay on disk, newest first; the best one stays besides."""
 
+    timeout: Number = Field(default=900.0, gt=0)
+    """Seconds that a process waits for the others of its launch before it gives up. One that dies is noticed at once;
+    this is for one that hangs, or whose machine is gone."""
+
     world_size: Literal["any"] | Annotated[int, Field(ge=1)] = "any"
     """Number of processes that this recipe is meant for; a launch with another number is refused. any: no check."""
 

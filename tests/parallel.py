@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -29,8 +31,8 @@ VARIABLES = {
 
 
 def fork(work: Callable[[], object], log: Path | None = None) -> int:
-    """Runs `work` in a forked process, whose id is returned; its status is 0 where nothing was raised. log: what it
-    prints is appended there."""
+    """Runs `work` in a forked process, whose id is returned; its status is 0 where nothing was raised, that of a
+    SystemExit, else 1. log: what it prints is appended there."""
     sys.stdout.flush()
     child = os.fork()
     if child:
@@ -41,6 +43,8 @@ def fork(work: Callable[[], object], log: Path | None = None) -> int:
             sys.stdout = sys.stderr = open(log, "a")
         work()
         status = 0
+    except SystemExit as ended:
+        status = int(ended.code or 0)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -50,6 +54,38 @@ def fork(work: Callable[[], object], log: Path | None = None) -> int:
 
 def in_two_processes(folder: Path, work: Callable[[int], object], mode: str = "DDP") -> list[str]:
     """Runs `work(rank)` in two forked processes, with what a launch in this mode sets; what each of them returned."""
+    children = start_two(folder, work, mode)
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    assert statuses == [0, 0], logs(folder)
+    return [(folder / f"result-{rank}").read_text() for rank in range(2)]
+
+
+def logs(folder: Path) -> str:
+    """What the two processes have said."""
+    return "".join((folder / f"log-{rank}").read_text() for rank in range(2))
+
+
+def ended(children: list[int], seconds: float) -> list[int]:
+    """The statuses of processes once they have ended, minus the signal where one did it; those that still run after so
+    many seconds are killed, and the test has failed."""
+    statuses: dict[int, int] = {}
+    until = time.monotonic() + seconds
+    while len(statuses) < len(children):
+        for child in set(children) - set(statuses):
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                statuses[child] = os.waitstatus_to_exitcode(status)
+        if time.monotonic() > until:
+            for child in set(children) - set(statuses):
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+            raise AssertionError(f"a process still ran after {seconds} s: {statuses} of {children}")
+        time.sleep(0.01)
+    return [statuses[child] for child in children]
+
+
+def start_two(folder: Path, work: Callable[[int], object], mode: str = "DDP") -> list[int]:
+    """Starts `work(rank)` in two processes as `in_two_processes` does, and waits for neither; their ids."""
     folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -64,10 +100,7 @@ def in_two_processes(folder: Path, work: Callable[[int], object], mode: str = "D
 
     for rank in range(2):
         (folder / f"log-{rank}").unlink(missing_ok=True)
-    children = [fork(lambda rank=rank: one(rank), folder / f"log-{rank}") for rank in range(2)]
-    statuses = [os.waitpid(child, 0)[1] for child in children]
-    assert statuses == [0, 0], "".join((folder / f"log-{rank}").read_text() for rank in range(2))
-    return [(folder / f"result-{rank}").read_text() for rank in range(2)]
+    return [fork(lambda rank=rank: one(rank), folder / f"log-{rank}") for rank in range(2)]
 
 
 def forget_processes(mode: str) -> None:

@@ -137,7 +137,7 @@ def test_train_checks_the_recipe_then_prints_and_becomes_the_launch_line(monkeyp
     assert capsys.readouterr().out == f"ACCELERATE_USE_CPU=true accelerate {line}\n"
     ((program, command, environment),) = became
     assert program == command[0] == sys.executable
-    assert command[1:4] == ["-m", "accelerate.commands.accelerate_cli", "launch"]
+    assert command[1:4] == ["-m", "headstart.launch", "launch"]
     assert command[-3:] == ["--set", "data.chat.system=Be brief.", "--smoke"]
     assert environment["ACCELERATE_USE_CPU"] == "true" and environment["PATH"] == os.environ["PATH"]
 

@@ -128,7 +128,7 @@ def test_misspelt_and_misplaced_keys_are_all_named_at_once_with_the_nearest(in_f
         "--set train.warm_up=0.1: train.warm_up: unknown key in `train`; did you mean `train.warmup`?",
         "--set train.nonsense=1: train.nonsense: unknown key in `train`; known: accumulation, "
         "activation_checkpointing, batch_size, clip, cpu_seconds, dtype, epochs, eval_every, feature_memory, joint, "
-        "keep, lr, max_steps, optimizer, save_every, schedule, warmup, weight_decay, world_size",
+        "keep, lr, max_steps, optimizer, save_every, schedule, timeout, warmup, weight_decay, world_size",
     ]
 
 

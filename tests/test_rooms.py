@@ -21,7 +21,7 @@ ROOMS = {name: ROOT / folder for name, folder in SETUPTOOLS["package-dir"].items
 
 # Left of it: what a module may import. The front door's own files stand with the step that they belong to.
 ORDER = (
-    ("headstart.atomic", "headstart.errors", "headstart.heads.configs"),
+    ("headstart.atomic", "headstart.errors", "headstart.heads.configs", "headstart.stopping"),
     (
         "headstart.recipe",
         "headstart.recipe_faults",
@@ -44,6 +44,7 @@ ORDER = (
         "headstart.recipe_target",
         "headstart.rehearsal",
         "headstart.target",
+        "headstart.tensor_files",
     ),
     ("headstart.data",),
     ("headstart.heads",),
@@ -51,7 +52,7 @@ ORDER = (
     ("headstart.train",),
     ("headstart.eval",),
     ("headstart.scripts",),
-    ("headstart.cli",),
+    ("headstart.cli", "headstart.launch"),
 )
 
 

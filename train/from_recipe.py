@@ -12,6 +12,7 @@ from headstart.errors import show_warnings_plainly
 from headstart.heads.configs import UnrolledConfig
 from headstart.heads.formats import load_foreign
 from headstart.heads.store import build_head, refuse_misfit
+from headstart.stopping import Stopped
 from headstart.train.curriculum import describe_curriculum
 from headstart.train.loop import Training
 from headstart.train.modes import mode, placed_as_launched, start_processes
@@ -65,6 +66,10 @@ def train_from_recipe(description: str, arguments: Sequence[str] | None, *head_t
         accelerator.print(describe(training))
         if isinstance(head.config, UnrolledConfig):
             accelerator.print(describe_curriculum(head.config, training.schedule.total_steps))
-        training.finish()
+        try:
+            training.finish()
+        except Stopped:
+            accelerator.end_training()
+            raise
         accelerator.print(f"the head is in {run.head}; measure it:\n  headstart eval --head {run.path}")
         accelerator.end_training()

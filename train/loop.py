@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate import Accelerator
 
-from headstart.atomic import publish, start_folder
+from headstart.atomic import whole_folder
 from headstart.data.rendering import Row
+from headstart.errors import HeadError, TrainingError
 from headstart.heads.base import Head
-from headstart.heads.store import ADAPTER, save_head
+from headstart.heads.store import ADAPTER, load_head, save_head
 from headstart.loading import parse_dtype
 from headstart.recipe import Recipe
+from headstart.stopping import Stopped, heaviest, stop_requests
 from headstart.target import Target
 from headstart.train.calibrate import steps_within
 from headstart.train.checkpoint import Progress, latest_checkpoint, load_checkpoint, save_best, save_checkpoint
@@ -32,6 +36,7 @@ from headstart.train.forecasting import Forecast, Forecaster
 from headstart.train.held_out import evaluate, held_out_batches, report, shares
 from headstart.train.lr_schedule import Schedule
 from headstart.train.metrics import Metrics
+from headstart.train.modes import on_main
 from headstart.train.optimisers import make_optimizer
 from headstart.train.progress_line import Meter
 from headstart.train.random_state import seed_everything, unmoved_random_state
@@ -84,29 +89,43 @@ class Training:
 
     def finish(self) -> Progress:
         """Trains to the last step, from wherever the run stands, and writes `head/`: the best head if any was held to
-        be best, else the last one. A head whose target learnt too is always the last, with its adapters."""
-        train, total = self.recipe.train, self.schedule.total_steps
-        if self.progress.step == total and self.run.head.is_dir():
+        be best, else the last one. A head whose target learnt too is always the last, with its adapters. Raises
+        Stopped, after a checkpoint, if any process was asked to end meanwhile."""
+        if self.progress.step == self.schedule.total_steps and self.run.head.is_dir():
             self.metrics.close()
             return self.progress  # finished before; beside its head may lie what was tuned for it
+        with stop_requests():
+            self._take_steps()
+        self.metrics.close()
+        self.features.close()
+        self._ship()
+        return self.progress
+
+    def _take_steps(self) -> None:
+        train, total = self.recipe.train, self.schedule.total_steps
         logged = None
         self.meter.start(self.progress.step, total)
         while self.progress.step < total:
             totals, norm, rate = self.step(self.progress, self.schedule)
             logged = totals if logged is None else logged + totals
             step, last = self.progress.step, self.progress.step == total
-            if step % self.recipe.logging.every == 0 or last:
+            stop = heaviest(totals.stop)  # of any process, and known to all of them
+            if step % self.recipe.logging.every == 0 or last or stop:
                 self._log(logged, norm, rate)
                 logged = None
             with self.meter.paused():
                 if last or due(step, train.eval_every):
                     self._evaluate()
-                if last or due(step, train.save_every):
+                if last or stop or due(step, train.save_every):
                     self._save()
+            if stop and not last:
+                self._leave(stop)
+
+    def _leave(self, asked: signal.Signals) -> None:
         self.metrics.close()
         self.features.close()
-        self._ship()
-        return self.progress
+        reached = f"step {self.progress.step} of {self.schedule.total_steps}"
+        raise Stopped(asked, f"{reached} is saved in {self.run.path}; the same command with --resume goes on")
 
     def step(self, progress: Progress, schedule: Schedule, share: float | None = None) -> tuple[Totals, float, float]:
         """One optimiser step, which moves `progress` on: its totals, the gradient's norm, the learning rate. share: how
@@ -192,7 +211,8 @@ class Training:
         return {"schedule": asdict(self.schedule), "sequences": sequences}
 
     def _resume(self) -> None:
-        folder = latest_checkpoint(self.run.checkpoints)
+        # one process looks, for all: they must not go on from different ones
+        folder = on_main(self.accelerator, lambda: latest_checkpoint(self.run.checkpoints, set_aside=True))
         if folder is None:
             if self.run.resumed:
                 self.accelerator.print(f"{self.run.path} has no checkpoint yet: starting from the first step")
@@ -256,8 +276,7 @@ class Training:
         self.progress.best_step, self.progress.best_value = self.progress.step, loss
         self.progress.best_metric = "loss"
         head = self.wrapped.whole_head()
-        if self.accelerator.is_main_process:
-            save_best(self.run.checkpoints, head, self.target, self.record())
+        on_main(self.accelerator, lambda: save_best(self.run.checkpoints, head, self.target, self.record()))
 
     def _forecast(self) -> Forecast | Acceptance | None:
         """Of the head as it stands; from the main process alone, unless the target takes all of them."""
@@ -284,19 +303,31 @@ class Training:
     def _ship(self) -> None:
         """`head/` is the best head, or the last where none was held out or the target learnt too."""
         head = self.wrapped.whole_head()
-        if not self.accelerator.is_main_process:
-            return
         best = self.run.checkpoints / "best"
-        partial = start_folder(self.run.head)
-        if best.is_dir():
-            shutil.copytree(best, partial, dirs_exist_ok=True)
-        else:
-            adapters = None if self.joint is None else self.joint.adapters
-            made_for = (adapters or self.target).fingerprint()
-            save_head(head, partial, fingerprint=made_for, training_record=self.record())
-            if adapters is not None:
-                adapters.save(partial / ADAPTER)
-        publish(partial, self.run.head)
+        adapters = None if self.joint is None else self.joint.adapters
+
+        def write() -> None:
+            with whole_folder(self.run.head) as partial:
+                if best.is_dir():
+                    _refuse_damaged(best)
+                    shutil.copytree(best, partial, dirs_exist_ok=True)
+                else:
+                    made_for = (adapters or self.target).fingerprint()
+                    save_head(head, partial, fingerprint=made_for, training_record=self.record())
+                if adapters is not None:
+                    adapters.save(partial / ADAPTER)
+
+        on_main(self.accelerator, write)
+
+
+def _refuse_damaged(best: Path) -> None:
+    try:
+        load_head(best)
+    except HeadError as error:
+        raise TrainingError(
+            f"the best head can't be shipped: {error}; or remove it, and the same command with --resume ships the last "
+            "head instead"
+        ) from None
 
 
 def _open_joint(recipe: Recipe, target: Target) -> Joint | None:

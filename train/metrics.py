@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 
 from headstart.atomic import write_text
+from headstart.errors import naming
 from headstart.recipe import Recipe
 from headstart.train.run_folder import RunFolder
 
@@ -48,8 +49,9 @@ class Metrics:
         self.last_step = step
         if self._file is None:
             return
-        self._file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
-        self._file.flush()
+        with naming(self._file.name):
+            self._file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
+            self._file.flush()
         numbers = plain_numbers(values, f"{kind}/")
         for name, tracker in list(self._trackers.items()):
             try:

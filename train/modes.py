@@ -17,14 +17,16 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, broadcast_object_list
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from headstart.errors import TrainingError
+from headstart.errors import HeadstartError, TrainingError
 from headstart.recipe import Recipe
 
 ONE_PROCESS, DDP, ZERO_2, ZERO_3, FSDP2 = "one process", "DDP", "ZeRO-2", "ZeRO-3", "FSDP2"
@@ -51,8 +53,11 @@ def start_processes(recipe: Recipe, *, smoke: bool = False) -> Accelerator:
     if zero:
         _ready_deepspeed()
     handlers: list = [DistributedDataParallelKwargs(broadcast_buffers=False)]
-    if zero and not torch.cuda.is_available():
-        handlers.append(InitProcessGroupKwargs(backend="gloo"))  # without it every process would be alone
+    waiting = timedelta(seconds=recipe.train.timeout)
+    if zero and not torch.cuda.is_available():  # without the backend's name every process would be alone
+        handlers.append(InitProcessGroupKwargs(backend="gloo", timeout=waiting))
+    else:
+        handlers.append(InitProcessGroupKwargs(timeout=waiting))
     accelerator = Accelerator(
         cpu=smoke and asked in (None, DDP),  # told to use the CPU, accelerate drops ZeRO and FSDP without a word
         mixed_precision="no",  # the recipe's dtype decides, not the launch configuration
@@ -64,6 +69,31 @@ def start_processes(recipe: Recipe, *, smoke: bool = False) -> Accelerator:
         refuse_other_mode(recipe, mode(accelerator))
     refuse_other_world_size(recipe, mode(accelerator), accelerator.num_processes)
     return accelerator
+
+
+def on_main(accelerator: Accelerator, work: Callable[[], Any]) -> Any:
+    """The result of `work` from the main process, on every rank; a HeadstartError or OSError there is raised on all,
+    and said by the main process alone."""
+    box: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            box[0] = work()
+        except (HeadstartError, OSError) as error:
+            box[1] = error
+    broadcast_object_list(box)
+    fault: Any = box[1]
+    if fault is not None:
+        fault.shared = True
+        raise fault
+    return box[0]
+
+
+def another_is_gone(error: RuntimeError) -> bool:
+    """Whether it comes of another process of the launch, which has ended or does not answer."""
+    if isinstance(error, torch.distributed.DistError):
+        return True
+    text = str(error)  # gloo's errors have no type of their own
+    return "gloo" in text or "Timed out waiting" in text or "by peer" in text
 
 
 def mode(accelerator: Accelerator) -> str:

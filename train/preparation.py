@@ -8,11 +8,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from headstart.data.agreement import agreement
@@ -21,7 +19,7 @@ from headstart.data.features import feature_folder
 from headstart.data.packing import RowStore, TokenBatch, collate
 from headstart.data.prepare import Prepared, prepare
 from headstart.decode.selfcheck import check_target
-from headstart.errors import HeadstartError, RecipeError, TrainingError, disk_fault
+from headstart.errors import ANOTHER_IS_GONE, HeadstartError, RecipeError, TrainingError, disk_fault
 from headstart.heads.vocab import DraftVocab
 from headstart.light_target import load_recipe_light_target
 from headstart.recipe import Recipe, load_recipe, quoted, refuse_unbuilt, smoke
@@ -32,7 +30,7 @@ from headstart.train.ceiling import outside
 from headstart.train.features import cached_finals, refuse_missing
 from headstart.train.feed import plan_batches
 from headstart.train.loop import Training
-from headstart.train.modes import SHARDED, mode
+from headstart.train.modes import SHARDED, another_is_gone, mode, on_main
 from headstart.train.run_folder import RunFolder, open_run, refuse_existing
 from headstart.train.wrapping import full_size
 
@@ -56,16 +54,33 @@ def parse_arguments(description: str, arguments: Sequence[str] | None) -> argpar
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Ends the process with one sentence, and the error's exit status, where the user can mend what went wrong."""
+    """Ends the process with one sentence, and the error's exit status, where the user can mend what went wrong. What
+    all processes have in common is said by the first one."""
+    rank = int(os.environ.get("RANK", 0))
+    name = f"rank {rank}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
     try:
         yield
     except (HeadstartError, OSError) as raised:
         error = disk_fault(raised) if isinstance(raised, OSError) else raised
         if error is None:
             raise
-        rank = f"rank {os.environ['RANK']}: " if int(os.environ.get("WORLD_SIZE", 1)) > 1 else ""
-        print(f"{rank}{error}", file=sys.stderr, flush=True)
+        if not (rank and getattr(raised, "shared", False)):
+            print(f"{name}{error}", file=sys.stderr, flush=True)
         raise SystemExit(error.exit_status) from None
+    except RuntimeError as raised:
+        if not another_is_gone(raised):
+            raise
+        print(
+            f"{name}another process of this launch has ended, or has not answered within train.timeout "
+            f"({str(raised).splitlines()[0]}); what is said above or by its launcher tells why. The same command with "
+            "--resume goes on from the last checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
+        raise SystemExit(ANOTHER_IS_GONE) from None
+    except KeyboardInterrupt:
+        print(f"{name}interrupted; the same command with --resume goes on from the last checkpoint", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 def read_recipe(arguments: argparse.Namespace, *head_types: str) -> tuple[Recipe, list[str]]:
@@ -85,20 +100,6 @@ def read_recipe(arguments: argparse.Namespace, *head_types: str) -> tuple[Recipe
     if recipe.train.dtype == "float16":
         raise RecipeError("`train.dtype: float16` would need loss scaling; use bfloat16 or float32")
     return recipe, replaced
-
-
-def on_main(accelerator: Accelerator, work: Callable[[], Any]) -> Any:
-    """The result of `work` from the main process, on every rank; a HeadstartError or OSError there is raised on all."""
-    box: list[Any] = [None, None]
-    if accelerator.is_main_process:
-        try:
-            box[0] = work()
-        except (HeadstartError, OSError) as error:
-            box[1] = error
-    broadcast_object_list(box)
-    if box[1] is not None:
-        raise box[1]
-    return box[0]
 
 
 def run_path(recipe: Recipe, arguments: argparse.Namespace) -> Path:

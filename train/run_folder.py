@@ -32,7 +32,7 @@ from headstart.recipe import Recipe, load_recipe
 # What may change between a run and its continuation: none of these touches a weight, or it says how many sequences the
 # processes take in a step, which other processes may share out otherwise.
 FREE_KEYS = ("name", "logging.", "eval.", "export.", "data.distill.", "train.keep", "train.save_every")
-FREE_KEYS += ("target.placement", "train.world_size", "train.accumulation")
+FREE_KEYS += ("target.placement", "train.world_size", "train.accumulation", "train.timeout")
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "safetensors", "tokenizers", "numpy")
 
 

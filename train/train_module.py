@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from headstart.data.packing import TokenBatch
 from headstart.heads.base import Head, HeadOutput
+from headstart.stopping import asked_to_stop, weight_of
 from headstart.target import Target
 from headstart.train.features import FeatureSource, OnlineFeatures
 
@@ -74,7 +75,8 @@ class TrainModule(nn.Module):
 class Totals:
     """The sums of several forwards, over micro-batches and, after `over_ranks`, over ranks. Means are taken last.
 
-    tokens: tokens read, padding apart. Fields otherwise as in HeadOutput, on CPU in float64 once reduced.
+    tokens: tokens read, padding apart. stop: after `over_ranks`, the sum of what `stopping.weight_of` says of every
+    rank. Fields otherwise as in HeadOutput, on CPU in float64 once reduced.
     """
 
     loss_sum: Tensor
@@ -83,6 +85,7 @@ class Totals:
     loss: Tensor
     scored: Tensor
     hits: Tensor
+    stop: float = field(default=0.0, kw_only=True)
 
     @classmethod
     def of(cls, output: HeadOutput, batch: TokenBatch) -> Totals:
@@ -96,11 +99,12 @@ class Totals:
     def over_ranks(self, accelerator: Accelerator, group: int = 1) -> Totals:
         """The sums of all ranks, brought to the CPU in one transfer. group: so many processes counted the same."""
         values = self._values()
-        flat = accelerator.reduce(torch.cat([value.flatten() for value in values]), reduction="sum")
-        assert isinstance(flat, Tensor)
-        flat = flat / group
-        parts = flat.cpu().split([value.numel() for value in values])
-        return Totals(*(part.reshape(value.shape) for part, value in zip(parts, values, strict=True)))
+        asked = values[0].new_tensor([weight_of(asked_to_stop())])
+        summed = accelerator.reduce(torch.cat([*(value.flatten() for value in values), asked]), reduction="sum")
+        assert isinstance(summed, Tensor)
+        *parts, stop = summed.cpu().split([*(value.numel() for value in values), 1])
+        sums = [(part / group).reshape(value.shape) for part, value in zip(parts, values, strict=True)]
+        return Totals(*sums, stop=float(stop))
 
     def mean_loss(self) -> float:
         """The loss per scored label of the first depth; 0 where nothing was scored. Labels outside of the draft

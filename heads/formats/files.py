@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from headstart.errors import HeadError
 from headstart.heads.formats.foreign import Checkpoint
+from headstart.tensor_files import save_tensors
 
 WEIGHT_FILES = (
     "model.safetensors",
@@ -121,7 +121,7 @@ def write_checkpoint(
     fresh.chmod(0o755)
     # clone: rows of one stacked parameter share its storage, which safetensors refuses
     owned = {name: tensor.detach().to("cpu").contiguous().clone() for name, tensor in tensors.items()}
-    save_file(owned, fresh / weights, metadata={"format": "pt"})
+    save_tensors(owned, fresh / weights, {"format": "pt"})
     if token_map is not None:
         torch.save(token_map, fresh / TOKEN_MAP)
     (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
