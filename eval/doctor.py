@@ -1,4 +1,4 @@
-"""`headstart doctor`: where acceptance is lost, the likeliest cause first, with the figure that shows it and what to do.
+"""`headstart doctor`: where acceptance is lost, the likeliest cause first, with the figure that shows it and a remedy.
 
 headstart doctor --head runs/quickstart
 headstart doctor --head runs/quickstart --data prompts.jsonl --set eval.temperature=1.0
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.atomic import write_text
+from headstart.errors import HeadstartError
 from headstart.eval.diagnosis import decoding, exported, learning, records, tensors, trials
 from headstart.eval.diagnosis.evidence import Evidence, gather
 from headstart.eval.diagnosis.finding import CAUSES, Check, Finding, NotLookedAt, counts
@@ -43,6 +44,10 @@ CHECKS: dict[str, Check] = {
     "export": exported.export,
 }
 """Every check, in the order in which they are made."""
+
+
+HARDLY_ANY = 0.1
+"""Drafts accepted a step below which a head is of no use, whatever the cause."""
 
 
 def run(
@@ -71,7 +76,7 @@ def examine(evidence: Evidence) -> list[Finding]:
     for name, check in CHECKS.items():
         try:
             findings += check(evidence)
-        except NotLookedAt as why:
+        except (NotLookedAt, HeadstartError) as why:  # what one check stumbles over is no reason to be silent
             evidence.not_looked_at[name] = str(why)
     return sorted(findings, key=lambda one: (-one.lost, not one.measured))
 
@@ -93,16 +98,22 @@ def describe(evidence: Evidence, findings: Sequence[Finding]) -> str:
         lines += [f"{lead}: {CAUSES[one.cause]} (about {one.lost:.2f} tokens a step)"]
         lines += [f"  shown by  {one.figure}", f"  to do     {one.remedy}"]
     if not causes:
-        lines.append("nothing wrong found")
-        if evidence.recorded is not None and counts(evidence.missing, evidence.recorded - 1):
-            lines[-1] = (
-                f"no cause found, though something is wrong: along held-out answers τ was {evidence.recorded:.2f} in "
-                f"training and is {evidence.again:.2f} now"
-            )
+        lines.append(_nothing_found(evidence))
     notes = [one for one in findings if one not in causes]
     lines += [f"note: {CAUSES[one.cause]} ({one.figure}), and it costs nothing that shows" for one in notes]
     lines += [f"not looked at: {name}, since {why}" for name, why in evidence.not_looked_at.items()]
     return "\n".join(lines)
+
+
+def _nothing_found(evidence: Evidence) -> str:
+    if evidence.recorded is not None and counts(evidence.missing, evidence.recorded - 1):
+        return (
+            f"no cause found, though something is wrong: along held-out answers τ was {evidence.recorded:.2f} in "
+            f"training and is {evidence.again:.2f} now"
+        )
+    if evidence.served.along.tau - 1 < HARDLY_ANY:
+        return "no cause found, though hardly any draft is accepted: the head may have learnt nothing; train it longer"
+    return "nothing wrong found"
 
 
 def _state(evidence: Evidence) -> str:
@@ -111,8 +122,8 @@ def _state(evidence: Evidence) -> str:
     rates = " ".join("n/a" if rate is None else f"{rate:.2f}" for rate in served.counts.conditional)
     text = (
         f"{evidence.named.run or evidence.folder} ({evidence.head.config.type}) for {evidence.target.name}: acceptance "
-        f"length {served.along.tau:.2f} with a chain of {evidence.depth}, over {served.counts.steps} steps; accepted by "
-        f"depth {rates}"
+        f"length {served.along.tau:.2f} with a chain of {evidence.depth}, over {served.counts.steps} steps; accepted "
+        f"by depth {rates}"
     )
     if evidence.recorded is None:
         return text

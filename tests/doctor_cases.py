@@ -1,5 +1,5 @@
-"""A small world in which heads learn in seconds: a tiny target that has learnt to count letters with a stride, chats that
-are its own answers, and runs of real training on them.
+"""A small world in which heads learn in seconds: a tiny target that has learnt to count letters with a stride, chats
+that are its own answers, and runs of real training on them.
 
     world = make_world(folder)                        # the target's folder and its chats; a few CPU seconds
     run = world.train("eagle3")                       # runs/eagle3, by the training script
@@ -9,22 +9,28 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import tiny
 import torch
 
-from headstart.data.rendering import ChatRenderer
-from headstart.recipe import ChatSection, load_recipe
+from headstart.data.packing import collate
+from headstart.data.rendering import ChatRenderer, Row
+from headstart.heads.base import Head
+from headstart.heads.configs import EagleConfig, MedusaConfig
+from headstart.heads.store import build_head
+from headstart.recipe import ChatSection
+from headstart.target import Features, Target
 from headstart.train import eagle, medusa
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 STRIDES = range(1, 6)
 LENGTH = 20
 LAYERS = 6
-SYSTEM = "count"
+SYSTEM = "LOUD"
+"""With this system turn the target answers in capital letters, which a head that was trained without it never met."""
 
 Chat = list[dict[str, str]]
 
@@ -49,7 +55,7 @@ class World:
         return self.folder / "target"
 
     def train(self, kind: str, *settings: str, name: str | None = None, data: str = "train.jsonl") -> Path:
-        """A run of the training script; returns its folder. data: conversations to learn from, in the world's folder."""
+        """A run of the training script; returns its folder. data: a file of conversations in the world's folder."""
         plain = {
             "eagle3": ["head={type: eagle3, layers: [1, 3, 5], unrolled_steps: 3, fc_norm: true}"],
             "eagle": ["head={type: eagle, unrolled_steps: 2, noise: 0.0}"],
@@ -83,14 +89,15 @@ def make_world(folder: Path) -> World:
     renderer = ChatRenderer(tokenizer, ChatSection())
     with_system = ChatRenderer(tokenizer, ChatSection(system=SYSTEM))
     prompts = [[one.prompt(chat[:1]) for chat in CHATS] for one in (renderer, with_system)]
-    answers = [list(chat[1]["content"].encode()) + [tiny.TURN_END] for chat in CHATS]
+    words = [chat[1]["content"] for chat in CHATS]
+    answers = [[[*text.encode(), tiny.TURN_END] for text in texts] for texts in (words, [one.upper() for one in words])]
     model.requires_grad_(True).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
     draw = random.Random(0)
-    for step in range(90):
+    for step in range(110):
         optimizer.zero_grad()
-        chosen, heads = draw.sample(range(len(CHATS)), 16), prompts[step % 2]
-        ids = torch.tensor([heads[number] + answers[number] for number in chosen])
+        chosen, heads, tails = draw.sample(range(len(CHATS)), 16), prompts[step % 2], answers[step % 2]
+        ids = torch.tensor([heads[number] + tails[number] for number in chosen])
         labels = ids.clone()
         labels[:, : len(heads[0])] = -100
         model(input_ids=ids, labels=labels).loss.backward()
@@ -104,4 +111,31 @@ def make_world(folder: Path) -> World:
     return world
 
 
-assert load_recipe
+def teach(
+    target: Target,
+    config: MedusaConfig | EagleConfig,
+    world: World,
+    change: Callable[[Features], Features],
+    steps: int = 60,
+) -> Head:
+    """A head that is trained on what `change` makes of the features: what another tool might have done."""
+    tokenizer = target.tokenizer
+    renderer = ChatRenderer(tokenizer, ChatSection())
+    rows = []
+    for number, line in enumerate((world.folder / "train.jsonl").read_text().splitlines()):
+        messages = json.loads(line)["messages"]
+        prompt = renderer.prompt(messages[:1])
+        answer = [*messages[1]["content"].encode(), tiny.TURN_END]
+        rows.append(Row(f"row-{number}", prompt + answer, [False] * len(prompt) + [True] * len(answer)))
+    batch = collate(rows, [[number] for number in range(len(rows))])
+    with torch.no_grad():
+        states = change(target.forward(batch.input_ids, batch.position_ids, target.masks(*batch.attention())))
+    torch.manual_seed(0)
+    head = build_head(config, target)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        found = head(states, batch, target.embedding, target.output)
+        (found.loss_sum / found.token_count).backward()
+        optimizer.step()
+    return head.eval()

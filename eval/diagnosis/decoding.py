@@ -11,7 +11,7 @@ from headstart.eval.diagnosis.evidence import Evidence
 from headstart.eval.diagnosis.finding import Finding, NotLookedAt, counts, gained
 from headstart.eval.trees import choose_plan
 from headstart.heads.draft import DraftHead
-from headstart.train.forecasting import CPU_SIZES, measure_draft_costs
+from headstart.train.forecasting import measure_draft_costs
 
 APART = 0.1
 """Share of the drafts by which forecast and decoding may differ: in bfloat16 kernels round differently for one row and
@@ -19,6 +19,8 @@ for many, and a draft parts at a tie of its logits."""
 SLOW = 1.15
 """The best size must be this much faster than the one in use."""
 REPEATS = 6
+COMPARED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
+"""Sizes of trees that the one in use is compared with."""
 
 
 def forecast_apart(evidence: Evidence) -> Iterator[Finding]:
@@ -65,13 +67,13 @@ def temperature(evidence: Evidence) -> Iterator[Finding]:
 
 
 def tree_size(evidence: Evidence) -> Iterator[Finding]:
-    """The tree in use against every size, by the costs of this device now."""
+    """The tree in use against every smaller one, by the costs of this device now. (That a larger one might be faster is
+    for `headstart tune` to say: nothing is lost to what was not asked for.)"""
     if isinstance(evidence.head, DraftHead):
         raise NotLookedAt("a student drafts chains; `headstart tune` compares their lengths")
     plan = choose_plan(evidence.folder, None, evidence.recipe.eval.tree)[0]
-    sizes = CPU_SIZES if evidence.target.device.type == "cpu" else SIZES
     used = next((size for size in SIZES if size >= plan.num_nodes), SIZES[-1])
-    sizes = sorted({*sizes, used})
+    sizes = [size for size in SIZES if size <= used and (size in COMPARED or size == used)]
     found = [_sizes(evidence, sizes, used) for _ in range(2)]  # a busy machine slows one width down, seldom twice
     now, best, cost = min(found, key=lambda one: one[1].speedup / one[0].speedup)
     lost = now.acceptance_length * (1 - now.speedup / best.speedup)

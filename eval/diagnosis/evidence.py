@@ -16,36 +16,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from statistics import mean
 from typing import Any
-
-from jaxtyping import Float
-from torch import Tensor, nn
 
 from headstart.data.messages import Message
 from headstart.data.packing import spread
 from headstart.data.prepare import Prepared, prepare
 from headstart.data.rendering import ChatRenderer, Row
 from headstart.data.sources import with_limit
-from headstart.decode.cost import RankedAnswer, accepted_at, mean_tokens, replay
+from headstart.decode.cost import RankedAnswer, mean_tokens, replay
 from headstart.decode.decode_copy import make_faster
 from headstart.decode.drafters.base import Request
 from headstart.decode.drafters.heads import head_drafter
 from headstart.decode.drafters.plans import chain_paths
 from headstart.decode.engine import Engine
-from headstart.decode.forecast import Recorded, rank_answer, rank_rows, record_rows
+from headstart.decode.forecast import Recorded, rank_answer, rank_rows
 from headstart.decode.sampling import SamplingSettings
 from headstart.errors import DataError, HeadstartWarning
 from headstart.eval.acceptance import StepCounts, count_steps
 from headstart.eval.diagnosis.finding import Along, NotLookedAt
+from headstart.eval.diagnosis.recording import Known, accepted_along, answered_row, record
 from headstart.eval.prompts import Question, choose, load_questions
 from headstart.eval.trained import Named, find_named, load_named
 from headstart.heads.base import Head
 from headstart.heads.draft import DraftHead
 from headstart.heads.store import load_head, read_description
 from headstart.heads.unrolled import UnrolledHead
-from headstart.recipe import ChatSection, Recipe, load_recipe
-from headstart.target import Target, find_layers
+from headstart.recipe import ChatSection, Recipe, load_recipe, quoted
+from headstart.target import Target
 from headstart.train.forecasting import NUM_ANSWERS, tree_depth
 from headstart.train.metrics import read_metrics
 
@@ -55,14 +52,6 @@ LARGEST_SOURCE = 2000
 """Rows of each source of the recipe that are read."""
 TRIAL_DEPTH = 3
 """Drafts of a step while something is tried: what goes wrong shows in the first few."""
-
-
-@dataclass(frozen=True)
-class Known:
-    """An answer of the target's with its features, and its states before the final norm, [1, tokens, dim]."""
-
-    text: Recorded
-    unnormed: Float[Tensor, "1 tokens dim"]
 
 
 @dataclass(frozen=True)
@@ -88,6 +77,8 @@ class Evidence:
     head: Head
     export: Path | None = None
     not_looked_at: dict[str, str] = field(default_factory=dict)
+    """Why, by the name of the check."""
+    _questions: dict[str, list[Question]] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -143,6 +134,12 @@ class Evidence:
 
     def questions(self, chat: ChatSection) -> list[Question]:
         """A handful of them, the same whatever the chat section says of their rendering."""
+        key = chat.model_dump_json()
+        if key not in self._questions:
+            self._questions[key] = self._read_questions(chat)
+        return self._questions[key]
+
+    def _read_questions(self, chat: ChatSection) -> list[Question]:
         data = self.recipe.data.model_copy(update={"chat": chat})
         recipe = with_limit(self.recipe.model_copy(update={"data": data}), LARGEST_SOURCE)
         return choose(load_questions(recipe, self.target.tokenizer), min(NUM_PROMPTS, recipe.eval.num_prompts))
@@ -183,11 +180,7 @@ class Evidence:
 
     def record(self, rows: Sequence[Row], target: Target | None = None) -> list[Known]:
         """The last answer of every row with its features; one forward each. target: None is the target itself."""
-        target = target or self.target
-        with KeptNormInputs(target) as kept:
-            texts = record_rows(target, rows, self.layers)
-        before = kept.inputs if kept.norm is not None else [text.features.final for text in texts]
-        return [Known(text, states) for text, states in zip(texts, before, strict=True)]
+        return record(target or self.target, rows, self.layers)
 
     # -- what a head would be accepted ---------------------------------------------------------------------------------
 
@@ -260,35 +253,6 @@ class Evidence:
             return 0.0
 
 
-class KeptNormInputs(nn.Module):
-    """While entered, keeps what the target's final norm reads, one tensor a forward. It stands in the norm's place,
-    since the faster norms of decoding run no hooks."""
-
-    def __init__(self, target: Target):
-        super().__init__()
-        self.norm = find_layers(target.decoder, target.num_layers, target.name)[1]
-        self._decoder, self.inputs = (target.decoder,), list[Tensor]()
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        self.inputs.append(hidden)
-        assert self.norm is not None
-        return self.norm(hidden)
-
-    def __enter__(self) -> KeptNormInputs:
-        self._put(self.norm, self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._put(self, self.norm)
-
-    def _put(self, old: nn.Module | None, new: nn.Module | None) -> None:
-        for owner in self._decoder[0].modules():
-            for name, child in owner.named_children():
-                if old is not None and child is old and owner is not self:
-                    setattr(owner, name, new)
-                    return
-
-
 def gather(
     head: str,
     *,
@@ -302,7 +266,7 @@ def gather(
     """Loads head and target, another target too, whatever the head's fingerprint says. data: prompts to look at instead
     of the recipe's. Raises HeadstartError for what cannot be loaded at all."""
     if data is not None:
-        overrides = [f'eval.prompts=[{{source: "{data}"}}]', *overrides]
+        overrides = [f"eval.prompts=[{{source: {quoted(data)}}}]", *overrides]
     named = find_named(head, target, overrides=overrides)
     assert named.head is not None
     stored = None if named.run is None else load_recipe(named.run / "recipe.yaml")
@@ -319,18 +283,6 @@ def gather(
         head=module,
         export=None if export is None else Path(export),
     )
-
-
-def accepted_along(answers: Sequence[RankedAnswer], depth: int) -> Along:
-    """Of a chain of first choices: τ by replay; by text, the mean over all bases, which differs less by accident."""
-    paths = chain_paths(depth)
-    each = [mean(accepted_at(answer, paths) or [0]) for answer in answers]
-    return Along(mean_tokens([replay(answer, paths) for answer in answers]), each)
-
-
-def answered_row(prompt: Sequence[int], answer: Sequence[int]) -> Row:
-    """A prompt and its answer, which is what is learnt from."""
-    return Row("answer", [*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
 
 
 def without_system(turn: tuple[Message, ...]) -> tuple[Message, ...]:

@@ -28,7 +28,7 @@ CAUSES = {
     "dtype": "the numbers are of another precision than in training",
     "context-length": "prompts are longer than what the head was trained on",
     "forecast-apart": "decoding accepts something else than the head drafts along the same texts",
-    "tree-size": "the tree is of the wrong size for this device",
+    "tree-size": "the tree is too large for this device",
     "temperature": "the temperature is above 0",
 }
 """Every cause that the doctor can name."""

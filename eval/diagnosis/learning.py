@@ -15,8 +15,9 @@ from headstart.data.packing import RowStore, collate, spread
 from headstart.data.rendering import Row
 from headstart.data.reports import LOW_SHARE
 from headstart.decode.forecast import rank_rows
-from headstart.eval.diagnosis.evidence import Evidence, accepted_along
+from headstart.eval.diagnosis.evidence import Evidence
 from headstart.eval.diagnosis.finding import Along, Finding, NotLookedAt, counts
+from headstart.eval.diagnosis.recording import accepted_along
 from headstart.heads.draft import DraftHead
 
 NUM_ROWS = 16

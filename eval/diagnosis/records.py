@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from headstart.decode.forecast import Recorded
-from headstart.eval.diagnosis.evidence import Evidence, answered_row
+from headstart.eval.diagnosis.evidence import Evidence
 from headstart.eval.diagnosis.finding import Finding, NotLookedAt, gained
+from headstart.eval.diagnosis.recording import answered_row
 from headstart.eval.diagnosis.trials import config_of
 from headstart.heads.unrolled import UnrolledHead
 from headstart.recipe import Recipe

@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headstart.eval.diagnosis.evidence import Evidence, accepted_along, reads_states
+from headstart.eval.diagnosis.evidence import Evidence, reads_states
 from headstart.eval.diagnosis.finding import Finding, NotLookedAt, counts
+from headstart.eval.diagnosis.recording import accepted_along
 from headstart.eval.diagnosis.trials import Trial, run_trials
 from headstart.heads.base import Head
 from headstart.heads.store import WEIGHTS, load_head
@@ -41,7 +42,7 @@ def _tensor_trials(evidence: Evidence) -> Iterator[Trial]:
         yield Trial(
             "head-tensors",
             "the target's output rows in the place of the head's own",
-            f"copy {evidence.folder} anew from where it was trained, or train again: output_weight is not what was learnt",
+            f"copy {evidence.folder} anew from its training, or train again: output_weight is none that was learnt",
             head=lambda head: _load(head, {"output_weight": rows.expand_as(own)}),
         )
 

@@ -18,8 +18,9 @@ from torch import Tensor
 from headstart.decode.cost import accepted_at
 from headstart.decode.drafters.plans import chain_paths
 from headstart.decode.forecast import Recorded
-from headstart.eval.diagnosis.evidence import Evidence, Known, accepted_along, reads_states, unrolled
+from headstart.eval.diagnosis.evidence import Evidence, reads_states, unrolled
 from headstart.eval.diagnosis.finding import Along, Finding, NotLookedAt, gained
+from headstart.eval.diagnosis.recording import Known, accepted_along
 from headstart.heads.base import Head
 from headstart.heads.configs import UnrolledConfig
 from headstart.heads.draft_layer import Rotary
