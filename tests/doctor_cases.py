@@ -22,7 +22,7 @@ from headstart.heads.base import Head
 from headstart.heads.configs import EagleConfig, MedusaConfig
 from headstart.heads.store import build_head
 from headstart.recipe import ChatSection
-from headstart.target import Features, Target
+from headstart.target import Features, Target, load_target
 from headstart.train import eagle, medusa
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -66,7 +66,7 @@ class World:
             *(f'data.train=[{{source: "{self.folder / data}"}}]', "data.packing=false", "data.max_length=64"),
             f'data.held_out={{sources: [{{source: "{self.folder / "held_out.jsonl"}"}}]}}',
             *("eval.prompts=[]", "eval.tree=4", "eval.num_prompts=8", "eval.max_new_tokens=24"),
-            *("train.cpu_seconds=null", "train.max_steps=60", "train.eval_every=null", "train.save_every=null"),
+            *("train.cpu_seconds=null", "train.max_steps=80", "train.eval_every=null", "train.save_every=null"),
             *("train.dtype=float32", "train.lr=1e-2", "train.batch_size=8", "train.accumulation=1"),
             "train.feature_memory=0.1",
         ]
@@ -109,6 +109,33 @@ def make_world(folder: Path) -> World:
     world.write("train.jsonl", order[:-24])
     world.write("held_out.jsonl", order[-24:])
     return world
+
+
+def chats_behind_dots(dots: int, count: int = 24) -> list[Chat]:
+    """The same questions behind so many dots: long prompts to one who has learnt to read over them."""
+    asked = random.Random(2).sample(CHATS, count)
+    return [[{"role": "user", "content": "." * dots + one[0]["content"]}, one[1]] for one in asked]
+
+
+def teach_dots(world: World, folder: Path, dots: int) -> Path:
+    """A target in `folder` that answers both the plain questions and those behind dots."""
+    target = load_target(str(world.target), dtype="float32")
+    renderer = ChatRenderer(target.tokenizer, ChatSection())
+    model = target.model.requires_grad_(True).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    draw = random.Random(0)
+    for step in range(60):
+        optimizer.zero_grad()
+        rows = draw.sample(chats_behind_dots(dots, len(CHATS)) if step % 3 else CHATS, 8)
+        prompts = [renderer.prompt(one[:1]) for one in rows]
+        ids = torch.tensor([p + [*r[1]["content"].encode(), tiny.TURN_END] for p, r in zip(prompts, rows, strict=True)])
+        labels = ids.clone()
+        labels[:, : len(prompts[0])] = -100
+        model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+    model.eval().save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    return folder
 
 
 def teach(

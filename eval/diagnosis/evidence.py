@@ -48,6 +48,8 @@ from headstart.train.metrics import read_metrics
 
 NUM_PROMPTS, NEW_TOKENS = 8, 48
 """Answers that are decoded, and their longest."""
+NUM_ROWS = 16
+"""Rows of the data that are looked at."""
 LARGEST_SOURCE = 2000
 """Rows of each source of the recipe that are read."""
 TRIAL_DEPTH = 3
@@ -191,6 +193,11 @@ class Evidence:
     def along(self, head: Head, texts: Sequence[Recorded], target: Target | None = None) -> Along:
         """The same as acceptance, with a chain of `trial_depth` drafts."""
         return accepted_along(self.ranked(head, texts, target), self.trial_depth)
+
+    def along_rows(self, rows: Sequence[Row]) -> Along:
+        """The same along the last answers of some of these rows, as the data have them."""
+        chosen = spread(rows, NUM_ROWS)
+        return accepted_along(rank_rows(self.head, self.target, chosen, depth=self.trial_depth), self.trial_depth)
 
     # -- what training left --------------------------------------------------------------------------------------------
 

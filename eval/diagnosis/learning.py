@@ -14,14 +14,10 @@ from headstart.data.agreement import FOREIGN_BELOW, Agreement, agreement
 from headstart.data.packing import RowStore, collate, spread
 from headstart.data.rendering import Row
 from headstart.data.reports import LOW_SHARE
-from headstart.decode.forecast import rank_rows
-from headstart.eval.diagnosis.evidence import Evidence
-from headstart.eval.diagnosis.finding import Along, Finding, NotLookedAt, counts
-from headstart.eval.diagnosis.recording import accepted_along
+from headstart.eval.diagnosis.evidence import NUM_ROWS, Evidence
+from headstart.eval.diagnosis.finding import Finding, NotLookedAt, counts
 from headstart.heads.draft import DraftHead
 
-NUM_ROWS = 16
-"""Training rows that are looked at."""
 LABELS = 512
 """Tokens whose agreement with the target is looked at, at most."""
 INVERTED = 0.2
@@ -79,7 +75,7 @@ def foreign_data(evidence: Evidence) -> Iterator[Finding]:
 
 def little_data(evidence: Evidence) -> Iterator[Finding]:
     """Training rows known by heart, or a learning curve that is still steep at its end."""
-    learnt, met = (_along(evidence, rows).tau for rows in (evidence.data.train, evidence.data.held_out))
+    learnt, met = (evidence.along_rows(rows).tau for rows in (evidence.data.train, evidence.data.held_out))
     count = len(evidence.data.train)
     if len(evidence.data.held_out) and learnt - met > BY_HEART * (learnt - 1) and counts(learnt - met, learnt - 1):
         yield Finding(
@@ -120,16 +116,10 @@ def _agreement(evidence: Evidence, rows: Sequence[Row]) -> Agreement:
     return agreement(evidence.target, batches, max_tokens=LABELS)
 
 
-def _along(evidence: Evidence, rows: Sequence[Row]) -> Along:
-    """Acceptance along the last answers of some rows as the data have them."""
-    depth = evidence.trial_depth
-    return accepted_along(rank_rows(evidence.head, evidence.target, spread(rows, NUM_ROWS), depth=depth), depth)
-
-
 def _estimate(evidence: Evidence, severity: float) -> float:
     """What wrong labels cost: the gap between what was learnt and what is met, and a tenth at least of what is
     accepted, by how wrong they are (0 to 1)."""
-    gap = max(0.0, _along(evidence, evidence.data.train).tau - evidence.base.tau)
+    gap = max(0.0, evidence.along_rows(evidence.data.train).tau - evidence.base.tau)
     return max(gap, A_TENTH * evidence.base.tau) * severity
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from headstart.decode.forecast import Recorded
 from headstart.eval.diagnosis.evidence import Evidence
-from headstart.eval.diagnosis.finding import Finding, NotLookedAt, gained
+from headstart.eval.diagnosis.finding import Finding, NotLookedAt, counts, gained
 from headstart.eval.diagnosis.recording import answered_row
 from headstart.eval.diagnosis.trials import config_of
 from headstart.heads.unrolled import UnrolledHead
@@ -141,17 +141,28 @@ def context_length(evidence: Evidence) -> Iterator[Finding]:
     longer = [text for text in texts if len(text.token_ids) > limit]
     if not longer:
         return
-    found = evidence.along(evidence.drafting, [windowed(text, limit) for text in texts])
     lengths = sorted(text.prompt_length for text in longer)
     figure = (
         f"{len(longer)} of {len(texts)} texts are longer than the {limit} tokens that the head was trained on (prompts "
         f"of {lengths[0]} to {lengths[-1]} tokens)"
     )
-    what = f"the head reading its last {limit} tokens only; {figure}"
     remedy = f"train with --set data.max_length={2 * max(len(text.token_ids) for text in longer)} on long conversations"
     if most == limit:
         remedy += f', and a larger "max_positions" in {config_of(evidence)}'
-    yield from gained("context-length", evidence.base, found, what, remedy)
+    found = evidence.along(evidence.drafting, [windowed(text, limit) for text in texts])
+    tried = list(gained("context-length", evidence.base, found, f"its last {limit} tokens alone; {figure}", remedy))
+    yield from tried or _shorter(evidence, figure, remedy, len(longer) / len(texts))
+
+
+def _shorter(evidence: Evidence, figure: str, remedy: str, share: float) -> Iterator[Finding]:
+    """Held-out answers, which are no longer than those of training, against the served ones. share: of long texts."""
+    if not len(evidence.data.held_out):
+        return
+    short = evidence.along_rows(evidence.data.held_out)
+    lost = (short.tau - evidence.base.tau) * share
+    if counts(lost, short.tau - 1):
+        figure += f"; acceptance length {evidence.base.tau:.2f} along them, {short.tau:.2f} along held-out answers"
+        yield Finding("context-length", lost, figure, remedy, measured=False)
 
 
 def windowed(text: Recorded, limit: int) -> Recorded:
