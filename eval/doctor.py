@@ -128,7 +128,11 @@ def _state(evidence: Evidence) -> str:
     if evidence.recorded is None:
         return text
     try:
-        return f"{text}\nalong held-out answers: {evidence.again:.2f} now, {evidence.recorded:.2f} in training"
+        again, there, learnt = evidence.again, evidence.held_out.tau, evidence.learnt.tau
+        return (
+            f"{text}\nalong held-out answers: {again:.2f} now, {evidence.recorded:.2f} in training; with a chain of "
+            f"{evidence.trial_depth}, {there:.2f} there and {learnt:.2f} along training rows"
+        )
     except NotLookedAt:
         return text
 

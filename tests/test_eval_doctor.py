@@ -74,7 +74,7 @@ def edit(path: Path, **changes) -> None:
     path.write_text(json.dumps(values))
 
 
-def change_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+def change_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path, metadata={"format": "pt"})

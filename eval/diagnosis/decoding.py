@@ -9,7 +9,7 @@ from headstart.decode.drafters.plans import chain_paths
 from headstart.eval.acceptance import ratio
 from headstart.eval.diagnosis.evidence import Evidence
 from headstart.eval.diagnosis.finding import Finding, NotLookedAt, counts, gained
-from headstart.eval.trees import choose_plan
+from headstart.eval.trees import choose_plan, read_trees
 from headstart.heads.draft import DraftHead
 from headstart.train.forecasting import measure_draft_costs
 
@@ -71,6 +71,8 @@ def tree_size(evidence: Evidence) -> Iterator[Finding]:
     for `headstart tune` to say: nothing is lost to what was not asked for.)"""
     if isinstance(evidence.head, DraftHead):
         raise NotLookedAt("a student drafts chains; `headstart tune` compares their lengths")
+    if not read_trees(evidence.folder):
+        raise NotLookedAt(f"no tree was tuned: headstart tune --head {evidence.named.run or evidence.folder}")
     plan = choose_plan(evidence.folder, None, evidence.recipe.eval.tree)[0]
     used = next((size for size in SIZES if size >= plan.num_nodes), SIZES[-1])
     sizes = [size for size in SIZES if size <= used and (size in COMPARED or size == used)]

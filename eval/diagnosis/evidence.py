@@ -18,8 +18,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from headstart.data.agreement import Agreement, agreement
 from headstart.data.messages import Message
-from headstart.data.packing import spread
+from headstart.data.packing import collate, spread
 from headstart.data.prepare import Prepared, prepare
 from headstart.data.rendering import ChatRenderer, Row
 from headstart.data.sources import with_limit
@@ -48,8 +49,8 @@ from headstart.train.metrics import read_metrics
 
 NUM_PROMPTS, NEW_TOKENS = 8, 48
 """Answers that are decoded, and their longest."""
-NUM_ROWS = 16
-"""Rows of the data that are looked at."""
+NUM_ROWS, LABELS = 12, 384
+"""Training rows that are looked at, and their labels that are compared with the target's own choice."""
 LARGEST_SOURCE = 2000
 """Rows of each source of the recipe that are read."""
 TRIAL_DEPTH = 3
@@ -194,11 +195,6 @@ class Evidence:
         """The same as acceptance, with a chain of `trial_depth` drafts."""
         return accepted_along(self.ranked(head, texts, target), self.trial_depth)
 
-    def along_rows(self, rows: Sequence[Row]) -> Along:
-        """The same along the last answers of some of these rows, as the data have them."""
-        chosen = spread(rows, NUM_ROWS)
-        return accepted_along(rank_rows(self.head, self.target, chosen, depth=self.trial_depth), self.trial_depth)
-
     # -- what training left --------------------------------------------------------------------------------------------
 
     @cached_property
@@ -244,9 +240,37 @@ class Evidence:
     @cached_property
     def again(self) -> float:
         """The same, measured now."""
+        return mean_tokens([replay(answer, chain_paths(self.depth)) for answer in self._held_out_ranks])
+
+    @cached_property
+    def held_out(self) -> Along:
+        """The same at the depth of trials."""
+        return accepted_along(self._held_out_ranks, self.trial_depth)
+
+    @cached_property
+    def learnt(self) -> Along:
+        """Along training rows, at the depth of trials."""
+        answers = rank_rows(self.head, self.target, self.training_rows, depth=self.trial_depth)
+        return accepted_along(answers, self.trial_depth)
+
+    @cached_property
+    def _held_out_ranks(self) -> list[RankedAnswer]:
         rows = spread(self.data.held_out, NUM_ANSWERS)
-        answers = rank_rows(self.head, self.target, rows, depth=self.depth)
-        return mean_tokens([replay(answer, chain_paths(self.depth)) for answer in answers])
+        return rank_rows(self.head, self.target, rows, depth=self.depth)
+
+    @cached_property
+    def training_rows(self) -> list[Row]:
+        """A few of them, from everywhere."""
+        return spread(self.data.train, NUM_ROWS)
+
+    @cached_property
+    def agreement(self) -> Agreement:
+        """Of the target with the labels of training."""
+        return self.agreement_with(self.training_rows)
+
+    def agreement_with(self, rows: Sequence[Row]) -> Agreement:
+        batches = (collate([row], [[0]]) for row in rows)
+        return agreement(self.target, batches, max_tokens=LABELS)
 
     @cached_property
     def missing(self) -> float:

@@ -158,7 +158,7 @@ def _shorter(evidence: Evidence, figure: str, remedy: str, share: float) -> Iter
     """Held-out answers, which are no longer than those of training, against the served ones. share: of long texts."""
     if not len(evidence.data.held_out):
         return
-    short = evidence.along_rows(evidence.data.held_out)
+    short = evidence.held_out
     lost = (short.tau - evidence.base.tau) * share
     if counts(lost, short.tau - 1):
         figure += f"; acceptance length {evidence.base.tau:.2f} along them, {short.tau:.2f} along held-out answers"
