@@ -22,6 +22,9 @@ SEEN = 0.01
 """What a difference is said to cost at least that the record names and nothing measures, in tokens a step: it stands
 behind all that was measured."""
 
+UNKNOWN = 0.2
+"""Of the acceptance length: what such a difference is taken to cost where training left no figure."""
+
 
 def other_target(evidence: Evidence) -> Iterator[Finding]:
     """Weights, configuration and tokenizer against the head's fingerprint, the chat template apart."""
@@ -176,10 +179,13 @@ def windowed(text: Recorded, limit: int) -> Recorded:
 
 def _from_record(evidence: Evidence, cause: str, figure: str, remedy: str) -> Iterator[Finding]:
     """A difference that no trial can undo; it may have cost what training measured and is gone."""
-    missing = evidence.missing
-    if missing and evidence.recorded is not None:
+    if evidence.recorded is None:
+        figure += "; what it costs is not known, since training left no figure to compare with"
+        yield Finding(cause, UNKNOWN * evidence.base.tau, figure, remedy, measured=False)
+        return
+    if evidence.missing:
         figure += f"; along held-out answers τ was {evidence.recorded:.2f} in training and is {evidence.again:.2f} now"
-    yield Finding(cause, max(missing, SEEN), figure, remedy, measured=False)
+    yield Finding(cause, max(evidence.missing, SEEN), figure, remedy, measured=False)
 
 
 def _short(text: str | None) -> str:
