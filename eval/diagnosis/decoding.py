@@ -11,6 +11,7 @@ from headstart.eval.diagnosis.evidence import Evidence
 from headstart.eval.diagnosis.finding import Finding, NotLookedAt, counts, gained
 from headstart.eval.trees import choose_plan, read_trees
 from headstart.heads.draft import DraftHead
+from headstart.heads.medusa import MedusaHead
 from headstart.train.forecasting import measure_draft_costs
 
 APART = 0.1
@@ -56,13 +57,16 @@ def temperature(evidence: Evidence) -> Iterator[Finding]:
     served = float(evidence.recipe.eval.temperature[0])
     if served == 0:
         return
+    remedy = "lower the temperature"
+    if not isinstance(evidence.head, MedusaHead):  # whose depths know nothing of each other's tokens
+        remedy += f", or draw the drafts: --drafters head@drawn4 --set eval.temperature={served:g}"
     greedy = evidence.answer(evidence.recipe.data.chat, 0.0).along
     yield from gained(
         "temperature",
         evidence.served.along,
         greedy,
         f"temperature 0 (served: {served:g})",
-        f"lower the temperature, or draw the drafts: --drafters head@drawn4 --set eval.temperature={served:g}",
+        remedy,
     )
 
 
