@@ -110,8 +110,18 @@ def test_rope(run):
 
 @pytest.mark.slow
 def test_a_head_that_was_trained_on_states_before_the_final_norm(world, healthy, tmp_path):
-    run = taught(world, healthy, tmp_path, lambda target, unnormed: lambda features: Features(unnormed(), {}))
-    assert causes(run)[0] == "final-norm"
+    """Of a target whose norm makes its states eight times larger, and whose output rows make up for it."""
+
+    def rescale(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.norm.weight"] *= 8
+        tensors["lm_head.weight"] /= 8
+
+    place = Path(shutil.copytree(world.target, tmp_path / "target"))
+    change_tensors(place / "model.safetensors", rescale)
+    loud = cases.World(tmp_path)
+    shutil.copy(world.folder / "train.jsonl", tmp_path)
+    run = taught(loud, healthy, tmp_path, lambda _, unnormed: lambda features: Features(unnormed(), {}))
+    assert causes(run, "--target", str(place))[0] == "final-norm"
 
 
 @pytest.mark.slow
@@ -127,7 +137,7 @@ def taught(world, healthy: Path, folder: Path, change) -> Path:
     """A run whose Medusa head was trained on changed features."""
     target = load_target(str(world.target), dtype="float32")
     kept: list[torch.Tensor] = []
-    target.decoder.norm.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
+    target.decoder.get_submodule("norm").register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
     head = cases.teach(target, MedusaConfig(num_heads=3, loss="hard-ce"), world, change(target, lambda: kept[-1]))
     run = folder / "run"
     run.mkdir()
