@@ -179,6 +179,15 @@ def build_parser() -> argparse.ArgumentParser:
     _add_other_target(verb)
     _add_device(verb)
 
+    verb = _verb(verbs, "doctor", _doctor, "why acceptance is low: the likeliest cause, and what to do; 1: one found")
+    verb.add_argument("--head", required=True, metavar="RUN", help="run folder, or the folder of a head")
+    verb.add_argument("--target", metavar="NAME", help="what it drafts for now; default: what the head was for")
+    verb.add_argument("--data", metavar="FILE", help="prompts as you serve them; default: what the recipe says")
+    verb.add_argument("--export", metavar="DIR", help="look at this export of the head too")
+    verb.add_argument("--json", metavar="FILE", help="write what was found there as well")
+    _add_set(verb, "eval.temperature=1.0")
+    _add_device(verb)
+
     verb = _verb(verbs, "export", _export, "write a head as a serving engine reads it; check such a folder")
     verb.add_argument("--head", metavar="RUN", help="run folder, or the folder of a head")
     verb.add_argument("--format", choices=EXPORT_FORMATS, help="sglang serves vLLM too, and the original EAGLE-3")
@@ -425,6 +434,21 @@ def _generate(arguments: argparse.Namespace) -> None:
         device=arguments.device,
         dtype=arguments.dtype,
         allow_other_target=arguments.allow_other_target,
+    )
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from headstart.eval import doctor
+
+    return doctor.run(
+        arguments.head,
+        target=arguments.target,
+        data=arguments.data,
+        export=arguments.export,
+        overrides=arguments.set,
+        output=arguments.json,
+        device=arguments.device,
+        dtype=arguments.dtype,
     )
 
 
