@@ -265,10 +265,11 @@ def _without_path(name: str) -> str:
 
 
 def _default_folder(named: Named, names: Sequence[str], bench: str | None) -> Path:
-    """The run's folder; a folder in it for other prompts; without a run, a folder of its own under runs/."""
-    if named.run is not None:
+    """The run's folder; a folder in it for other prompts; without a run here, a folder of its own under runs/."""
+    if named.run is not None and not named.published:
         return named.run / f"bench-{Path(bench).stem}" if bench else named.run
-    words = [Path(named.recipe.target.name).name, *names, *([Path(bench).stem] if bench else [])]
+    first = str(named.published) if named.published else Path(named.recipe.target.name).name
+    words = [first, *names, *([Path(bench).stem] if bench else [])]
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(words))
     if len(name) > LONGEST_NAME:  # of many drafters; told apart by all of them
         name = f"{name[: LONGEST_NAME - 9]}-{sha256(name.encode()).hexdigest()[:8]}"
