@@ -8,8 +8,11 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 
+from headstart.eval.acceptance import Number
+
 WIDTH, HEIGHT = 1200, 640
 LEFT, TOP, BOTTOM = 90, 90, 520
+LONGEST_TITLE = 66
 INK, GRID, PAPER = "#1c2733", "#d9dfe5", "#ffffff"
 SERIES = (("given the earlier ones", "conditional", "#2f6fde"), ("of all steps", "per_position", "#f0a03c"))
 
@@ -18,7 +21,7 @@ def acceptance_plot(title: str, depths: Sequence[dict[str, Any]]) -> bytes:
     """Columns between 0 and 1 for every depth of `details.per_depth` of a report; equal figures give equal bytes."""
     image = Image.new("RGB", (WIDTH, HEIGHT), PAPER)
     draw = ImageDraw.Draw(image)
-    _text(draw, (LEFT, 30), title, 30)
+    _text(draw, (LEFT, 30), title if len(title) <= LONGEST_TITLE else f"{title[:LONGEST_TITLE]}…", 30)
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         draw.line([(LEFT, _y(share)), (WIDTH - 40, _y(share))], fill=GRID, width=2)
         _text(draw, (LEFT - 14, _y(share)), f"{share:g}", 22, "rm")
@@ -43,9 +46,9 @@ def acceptance_plot(title: str, depths: Sequence[dict[str, Any]]) -> bytes:
     return content.getvalue()
 
 
-def _y(share: float) -> float:
+def _y(share: Number) -> Number:
     return BOTTOM - share * (BOTTOM - TOP)
 
 
-def _text(draw: ImageDraw.ImageDraw, place: tuple[float, float], text: str, size: float, anchor: str = "la") -> None:
+def _text(draw: ImageDraw.ImageDraw, place: tuple[Number, Number], text: str, size: Number, anchor: str = "la") -> None:
     draw.text(place, text, fill=INK, font=ImageFont.load_default(size), anchor=anchor)

@@ -93,7 +93,8 @@ def _reason(name: HubName, error: Exception) -> str:
         return f"{name.repo} on the hub has no revision {name.revision}; look at its branches and tags"
     if isinstance(error, HFValidationError):
         return f"{name.repo} cannot be a name on the hub; name a folder that training wrote, such as runs/quickstart"
+    cause = (str(error.__cause__ or error).strip() or type(error).__name__).splitlines()[0]
     return (
-        f"no copy of {name.repo} is cached, and the hub cannot be reached or HF_HUB_OFFLINE is set; connect, or name a "
+        f"no copy of {name.repo} is cached, and the hub does not answer ({cause.rstrip('.')}); connect, or name a "
         "folder that training wrote, such as runs/quickstart"
     )

@@ -23,7 +23,7 @@ from headstart.eval.tables import Report, number
 from headstart.recipe import Recipe, Source
 
 KINDS = {
-    "medusa": "Medusa heads",
+    "medusa": "A set of Medusa heads",
     "eagle": "An EAGLE-1 head",
     "eagle3": "An EAGLE-3 head",
     "draft": "A small draft model",
@@ -126,7 +126,7 @@ def _figures(published: Published) -> str:
 
 
 def _with(report: Report, key: str) -> str:
-    interval = report[f"{key}_interval"]
+    interval = report[f"{key}_interval"] if report[key] is not None else None
     return number(report[key]) + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
 
 
@@ -207,8 +207,9 @@ $front_matter
 
 # $name
 
-$kind that drafts for $target: a few tokens at a time, which the target checks in one forward. The text stays
-the target's own, greedy to the token and sampled in distribution; it only comes faster. Made with headstart.
+$kind that drafts for $target: a few tokens at a time, which the
+target checks in one forward. The text stays the target's own, greedy to the token and sampled in distribution; it only
+comes faster. Made with headstart.
 
 ## Use
 

@@ -277,7 +277,9 @@ class _Handler(BaseHTTPRequestHandler):
         linked = {"X-Linked-Size": str(len(content)), "X-Linked-Etag": headers["ETag"]}
         oid = _oid(name, content)
         self.server.large[oid] = content
-        return self._send(302, b"", headers | linked | {"Location": f"{self.server.url}/large/{oid}"})
+        # another host, as the real one's store is: the client follows redirects within the hub's own
+        place = f"http://localhost:{self.server.server_port}/large/{oid}"
+        return self._send(302, b"", headers | linked | {"Location": place})
 
     def large(self, oid: str) -> None:
         self._send(200, self.server.large[oid], {"ETag": f'"{oid}"'})
