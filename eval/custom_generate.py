@@ -30,8 +30,9 @@ from headstart.errors import HeadstartError
 from headstart.eval.drafters import plan_drafter
 from headstart.eval.trained import Named, find_named
 from headstart.heads.published import fetch_head, hub_name
+from headstart.heads.store import read_description
 from headstart.loading import load_tokenizer
-from headstart.target import Target
+from headstart.target import Target, check_fingerprint
 
 DEFAULT_NEW_TOKENS = 20
 """Of transformers, where nothing says how long an answer may be."""
@@ -169,10 +170,22 @@ def _guest_of(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokeniz
                 f"the model is spread over {', '.join(sorted(map(str, devices)))}; load it whole onto one device"
             )
         name = model.name_or_path or type(model).__name__
+        named = find_named(folder, name)
         target = Target(_over_its_weights(model), tokenizer or load_tokenizer(name), name=name)
         check_target(target)
-        guest = known[folder] = _Guest(target, find_named(folder, name), weights)
+        _refuse_other_model(target, named)
+        guest = known[folder] = _Guest(target, named, weights)
     return guest
+
+
+def _refuse_other_model(target: Target, named: Named) -> None:
+    """TargetError where the head was trained for another one. Where answers end is the caller's to say, call by call,
+    and is no part of the comparison."""
+    assert named.head is not None
+    stored = read_description(named.head)["target"]
+    ends = stored.get("tokenizer", {}).get("model_end")
+    target.end_token_ids = target.end_token_ids if ends is None else tuple(ends)
+    check_fingerprint(stored, target)
 
 
 def _over_its_weights(model: PreTrainedModel) -> PreTrainedModel:
@@ -195,7 +208,7 @@ def _requests(
     default_length: bool,
 ) -> list[Request]:
     """One for every answer that is returned, in its order."""
-    target.end_token_ids = frozenset(_ids(config.eos_token_id))
+    target.end_token_ids = tuple(sorted(end for end in _ids(config.eos_token_id) if 0 <= end < target.vocab_size))
     length = prompts.shape[1]
     longest = _new_tokens(config, length, default_length)
     shortest = config.min_new_tokens if config.min_new_tokens is not None else max(0, config.min_length - length)
