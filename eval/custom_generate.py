@@ -81,7 +81,8 @@ def generate_for_transformers(
     if prompts is None or prompts.dim() != 2 or not prompts.numel():
         raise HeadstartError("this generation needs input_ids of shape [rows, length]; pass those of a tokenizer")
     default_length = _nothing_says_how_long(model, generation_config, arguments)
-    config, others = model._prepare_generation_config(generation_config, **arguments)
+    prepare: Any = model._prepare_generation_config  # a model is a module, whose attributes may be tensors to a checker
+    config, others = prepare(generation_config, **arguments)
     refuse_unsupported(config, others)
     guest = _guest_of(model, _folder(head, code, hub), tokenizer)
     requests = _requests(config, guest.target, prompts, attention_mask, logits_processor or (), default_length)
@@ -268,8 +269,8 @@ def _unpadded(prompts: Tensor, mask: Tensor | None, config: GenerationConfig) ->
     """The tokens of each row that are no padding; without a mask, padding is guessed as transformers guesses it."""
     if mask is None:
         padding = config.pad_token_id
-        guess = padding is not None and padding not in _ids(config.eos_token_id)
-        mask = prompts.ne(padding) if guess else torch.ones_like(prompts)
+        known = padding is not None and padding not in _ids(config.eos_token_id)
+        mask = prompts != padding if known else torch.ones_like(prompts)
     if mask.shape != prompts.shape:
         raise HeadstartError(
             f"attention_mask has shape {list(mask.shape)}, input_ids {list(prompts.shape)}; pass both of one tokenizer"
