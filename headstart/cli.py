@@ -133,7 +133,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_device(verb)
 
     verb = _verb(verbs, "eval", _eval, "measure acceptance length and speedup; write the report")
-    verb.add_argument("--head", metavar="RUN", help="run folder, or the folder of a head")
+    verb.add_argument("--head", metavar="RUN", help="run folder, folder of a head, or ORG/NAME[@REVISION] on the hub")
     verb.add_argument("--target", metavar="NAME", help="hub id, folder or bundled:NAME; default: what the head was for")
     verb.add_argument(
         "--drafters", metavar="A,B", help="ngram, model:ID, head:RUN, ..: docs/drafters.md; default: head"
@@ -159,7 +159,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     verb = _verb(verbs, "generate", _generate, "answer a prompt, streaming, and print the acceptance length")
     verb.add_argument("prompt", help="what to answer")
-    verb.add_argument("--head", metavar="RUN", help="run folder, or the folder of a head")
+    verb.add_argument("--head", metavar="RUN", help="run folder, folder of a head, or ORG/NAME[@REVISION] on the hub")
     verb.add_argument("--target", metavar="NAME", help="hub id, folder or bundled:NAME; default: what the head was for")
     verb.add_argument("--drafter", metavar="A", help="ngram, model:ID, ..: docs/drafters.md; default: head, or none")
     verb.add_argument("--max-new-tokens", type=_positive, default=256, metavar="N", help="longest answer (%(default)s)")
@@ -169,7 +169,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_device(verb)
 
     verb = _verb(verbs, "export", _export, "write a head as a serving engine reads it, or publish it on the hub")
-    verb.add_argument("--head", metavar="RUN", help="run folder, or the folder of a head")
+    verb.add_argument("--head", metavar="RUN", help="run folder, folder of a head, or ORG/NAME[@REVISION] on the hub")
     verb.add_argument("--to", nargs="+", metavar=("hub", "ORG/NAME"), help="publish; default: the recipe's export.repo")
     verb.add_argument("--dry-run", action="store_true", help="with --to hub: list every file, send nothing")
     _add_set(verb, "export.private=false")

@@ -10,7 +10,6 @@ An upload that was interrupted is repeated by the same command: what has arrived
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -36,7 +35,7 @@ from headstart.eval.plot import acceptance_plot
 from headstart.eval.tables import Report
 from headstart.eval.trained import find_head
 from headstart.eval.trees import TREES
-from headstart.heads.published import CONFIG, WEIGHTS
+from headstart.heads.published import CONFIG, WEIGHTS, hub_name
 from headstart.heads.store import load_head, read_description
 from headstart.recipe import PACKAGED, Recipe, load_recipe, override, quoted
 from headstart.scripts.leaks import find_leaks
@@ -74,6 +73,8 @@ def run(
             write_export(source, folder, Path(scratch), repo, recipe, target_name)
             _show(Path(scratch), f"{repo} ({'private' if private else 'public'}) would get")
         return
+    if hub_name(head) and not output:
+        raise HeadError(f"{head} lies in the hub's cache, where nothing is written; give its export an --output")
     exported = Path(output) if output else (source or folder.parent) / "hub"
     if exported.exists() and not (exported / CODE).is_file():
         raise HeadError(f"{exported} exists, is no such export, and is kept; give another --output")
@@ -110,7 +111,8 @@ def write_export(
     if target_name:
         description["target"]["name"] = target_name
     if recipe is not None:
-        recipe = _without_paths(override(recipe, [f"export.repo={repo}", *_changes(recipe, target_name)]))
+        recipe = override(recipe, [f"export.repo={repo}", *_changes(recipe, target_name)])
+        recipe = Recipe.model_validate(_without_paths(recipe.model_dump()))
         (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
     _write_json(folder / CONFIG, description)
     for name in (WEIGHTS, TREES):
@@ -126,7 +128,7 @@ def write_export(
         recipe=recipe,
         description=description,
         base_model=base,
-        target=target if base or not os.path.isabs(target) else Path(target).name,
+        target=target if base else Path(target).name,
         reports=reports,
         files=[name for name in (*FILES, PLOT) if (folder / name).is_file()],
     )
@@ -138,7 +140,9 @@ def _changes(recipe: Recipe, target_name: str | None) -> list[str]:
     """What in a recipe would be of no use elsewhere: a folder's name, and a file that does not come with headstart."""
     architecture = recipe.target.architecture
     own = architecture is not None and not (PACKAGED / architecture).is_file()
-    named = [f"target.name={quoted(target_name)}", "target.revision=null"] if target_name else []
+    name = target_name or Path(recipe.target.name).name
+    moved = target_name or Path(recipe.target.name).exists()
+    named = [f"target.name={quoted(name)}", "target.revision=null"] if moved else []
     return [*named, *(["target.architecture=null"] if own else [])]
 
 
@@ -152,19 +156,16 @@ def _base_model(target: str) -> str | None:
     return None
 
 
-def _without_paths(recipe: Recipe) -> Recipe:
-    """Places on this disk by their last part alone; what is said to the model stays (`/no_think` is no path)."""
-
-    def cleaned(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: one if key == "chat" else cleaned(one) for key, one in value.items()}
-        if isinstance(value, list):
-            return [cleaned(one) for one in value]
-        if isinstance(value, str) and re.match(r"/|~|[A-Za-z]:[\\/]|file:/", value) and "\n" not in value:
-            return re.split(r"[\\/]", value.rstrip("\\/"))[-1] or "folder"
-        return value
-
-    return Recipe.model_validate(cleaned(recipe.model_dump()))
+def _without_paths(value: Any) -> Any:
+    """Of recipes and reports: places on this disk by their last part alone. What is said to the model stays as it is
+    (`/no_think` is no path)."""
+    if isinstance(value, dict):
+        return {key: one if key == "chat" else _without_paths(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(one) for one in value]
+    if isinstance(value, str) and re.match(r"/|~|[A-Za-z]:[\\/]|file:/", value) and "\n" not in value:
+        return re.split(r"[\\/]", value.rstrip("\\/"))[-1] or "folder"
+    return value
 
 
 def _reports(source: Path | None) -> dict[str, Report]:
@@ -172,7 +173,7 @@ def _reports(source: Path | None) -> dict[str, Report]:
     found: dict[str, Report] = {}
     for path in [source / REPORT, *sorted(source.glob(f"bench-*/{REPORT}"))] if source else []:
         if path.is_file():
-            report = json.loads(path.read_text(encoding="utf-8"))
+            report = _without_paths(json.loads(path.read_text(encoding="utf-8")))
             prompts = report["details"]["settings"]["prompts"]
             own = prompts if isinstance(prompts, str) else ", ".join(map(str, prompts))
             found[own if path.parent == source else path.parent.name.removeprefix("bench-")] = report

@@ -97,6 +97,8 @@ def test_somebody_elses_recipe_decides_no_code_and_its_folder_is_not_written(hub
     assert find_named(run).recipe.target.trust_remote_code and find_named(run).published is None
     assert cli.main(["tune", "--head", REPO]) == 1
     assert f"hf download {REPO} --local-dir runs/tiny-eagle3, and tune that" in capsys.readouterr().err
+    assert cli.main(["export", "--head", REPO, "--to", "hub", "me/copy"]) == 1
+    assert "nothing is written; give its export an --output" in capsys.readouterr().err
 
 
 def test_training_goes_on_from_a_published_head(hub, run):

@@ -145,6 +145,7 @@ def test_what_an_earlier_export_left_behind_goes(run, hub):
 def test_a_target_from_a_folder_leaves_no_path_anywhere(run, finished, hub, capsys):
     recipe = load_recipe(run / "recipe.yaml", ['data.train=[{source: "/data/secret place/mine.jsonl"}]'])
     (run / "recipe.yaml").write_text(recipe.to_yaml())
+    hub_cases.write_report(run, [f"{finished.parents[1]}/kept/mine.jsonl"])
     assert export(run) == 0
     assert "the card names no base_model; give --target-name ORG/MODEL" in capsys.readouterr().err
     front, page = card(hub)
@@ -152,6 +153,14 @@ def test_a_target_from_a_folder_leaves_no_path_anywhere(run, finished, hub, caps
     for name, content in hub.files(REPO).items():
         for private in (finished.parents[1], run, "secret place"):
             assert str(private).encode() not in content, name
+    assert load_recipe(run / "hub" / "recipe.yaml").target.name == "tiny"
+
+
+def test_a_folder_named_from_here_is_no_hub_id_either(finished, run, hub, monkeypatch):
+    monkeypatch.chdir(finished.parents[1])
+    (run / "recipe.yaml").write_text(load_recipe(run / "recipe.yaml", ["target.name=models/tiny"]).to_yaml())
+    assert export(run) == 0
+    assert "base_model" not in card(hub)[0]
     assert load_recipe(run / "hub" / "recipe.yaml").target.name == "tiny"
 
 
