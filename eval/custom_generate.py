@@ -8,31 +8,23 @@ transformers can do and this cannot is refused by name, never left out in silenc
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from headstart.decode.drafters.base import Request
-from headstart.decode.engine import Engine
 from headstart.decode.sampling import SamplingSettings
-from headstart.decode.selfcheck import check_target
 from headstart.errors import HeadstartError
-from headstart.eval.drafters import plan_drafter
-from headstart.eval.trained import Named, find_named
+from headstart.eval.guest import Guest, guest_of
 from headstart.heads.published import fetch_head, hub_name
-from headstart.heads.store import read_description
-from headstart.loading import load_tokenizer
-from headstart.target import Target, check_fingerprint
+from headstart.target import Target
 
 DEFAULT_NEW_TOKENS = 20
 """Of transformers, where nothing says how long an answer may be."""
@@ -84,7 +76,7 @@ def generate_for_transformers(
     prepare: Any = model._prepare_generation_config  # a model is a module, whose attributes may be tensors to a checker
     config, others = prepare(generation_config, **arguments)
     refuse_unsupported(config, others)
-    guest = _guest_of(model, _folder(head, code, hub), tokenizer)
+    guest = guest_of(model, _folder(head, code, hub), tokenizer)
     requests = _requests(config, guest.target, prompts, attention_mask, logits_processor or (), default_length)
     answers = _decode(guest, config, requests, prompts, streamer)
     sequences = _padded(prompts, answers, config)
@@ -124,7 +116,7 @@ def _nothing_says_how_long(model: PreTrainedModel, given: GenerationConfig | Non
 
 def _folder(head: str, code: str | None, hub: dict[str, Any]) -> Path:
     """The head's folder, of the same commit as the code that calls where both come from the hub."""
-    commit = Path(code).parents[1].name if code else ""
+    commit = Path(code).parent.parent.name if code else ""
     if hub_name(f"{head}@main") and re.fullmatch(r"[0-9a-f]{40}", commit):
         head = f"{head}@{commit}"
     name = hub_name(head)
@@ -132,69 +124,6 @@ def _folder(head: str, code: str | None, hub: dict[str, Any]) -> Path:
         return Path(head)
     wanted = {key: hub[key] for key in ("token", "cache_dir", "local_files_only") if hub.get(key) is not None}
     return fetch_head(name, **wanted)
-
-
-# -- the model under our engine ------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Guest:
-    """A model of the caller's as a target of ours, and the engines that decode it."""
-
-    target: Target
-    named: Named
-    weights: tuple[int, ...]
-    """Where its weights lie: another place means that it was moved or changed, and is looked at anew."""
-    engines: dict[int, Engine] = field(default_factory=dict)
-    """By rows decoded at a time."""
-
-    def engine(self, rows: int) -> Engine:
-        if rows not in self.engines:
-            plan = plan_drafter("head", self.named.head, self.named.recipe.eval.tree, rows=rows)
-            drafter = plan.make(self.target)
-            self.engines[rows] = Engine(self.target, drafter, batch_size=rows, budget=plan.budget)
-        return self.engines[rows]
-
-
-_GUESTS: WeakKeyDictionary[PreTrainedModel, dict[Path, _Guest]] = WeakKeyDictionary()
-"""By model and folder of the head; forgotten with the model."""
-
-
-def _guest_of(model: PreTrainedModel, folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> _Guest:
-    known = _GUESTS.setdefault(model, {})
-    weights = tuple(parameter.data_ptr() for parameter in model.parameters())
-    guest = known.get(folder)
-    if guest is None or guest.weights != weights:
-        devices = {parameter.device for parameter in model.parameters()}
-        if len(devices) > 1:
-            raise HeadstartError(
-                f"the model is spread over {', '.join(sorted(map(str, devices)))}; load it whole onto one device"
-            )
-        name = model.name_or_path or type(model).__name__
-        named = find_named(folder, name)
-        target = Target(_over_its_weights(model), tokenizer or load_tokenizer(name), name=name)
-        check_target(target)
-        _refuse_other_model(target, named)
-        guest = known[folder] = _Guest(target, named, weights)
-    return guest
-
-
-def _refuse_other_model(target: Target, named: Named) -> None:
-    """TargetError where the head was trained for another one. Where answers end is the caller's to say, call by call,
-    and is no part of the comparison."""
-    assert named.head is not None
-    stored = read_description(named.head)["target"]
-    ends = stored.get("tokenizer", {}).get("model_end")
-    target.end_token_ids = target.end_token_ids if ends is None else tuple(ends)
-    check_fingerprint(stored, target)
-
-
-def _over_its_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Modules of our own over the same numbers: what we switch in them does not show in the caller's model."""
-    shared: dict[int, Any] = {
-        id(parameter): nn.Parameter(parameter.detach(), requires_grad=False) for parameter in model.parameters()
-    }
-    return copy.deepcopy(model, shared | {id(buffer): buffer for buffer in model.buffers()})
 
 
 # -- from transformers' settings to requests, and back ---------------------------------------------------------------
@@ -279,7 +208,7 @@ def _unpadded(prompts: Tensor, mask: Tensor | None, config: GenerationConfig) ->
 
 
 def _decode(
-    guest: _Guest, config: GenerationConfig, requests: list[Request], prompts: Tensor, streamer: Any
+    guest: Guest, config: GenerationConfig, requests: list[Request], prompts: Tensor, streamer: Any
 ) -> list[list[int]]:
     """The new tokens of every request; a streamer is told each as soon as it is certain."""
     engine = guest.engine(len(requests))

@@ -23,7 +23,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from headstart.errors import HeadstartError
 from headstart.eval import custom_generate
-from headstart.scripts.publish import CODE, REQUIREMENTS, _write_code
+from headstart.eval.guest import GUESTS
+from headstart.scripts.hub_folder import CODE, REQUIREMENTS, write_code
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def folder(tmp_path_factory) -> Path:
     """A published head as it lies on a disk, with its code."""
     folder = tmp_path_factory.mktemp("models")
     run = hub_cases.write_run(folder / "org" / "head", hub_cases.write_target(folder / "tiny"), head=learnt("eagle3"))
-    _write_code(run, "org/head")
+    write_code(run, "org/head")
     return folder
 
 
@@ -93,7 +94,7 @@ def test_drafts_are_accepted_on_the_way(model):
     row = torch.tensor([hub_cases.prompts()[0]])
     plain, drafted = both(model, row, max_new_tokens=12)
     assert torch.equal(plain, drafted)
-    (guest,) = custom_generate._GUESTS[model].values()
+    (guest,) = GUESTS[model].values()
     forwards = Counter()
     guest.target.layers[0].register_forward_pre_hook(lambda *_: forwards.update(["target"]))
     model.generate(row, max_new_tokens=12, custom_generate="org/head", trust_remote_code=True)
@@ -206,9 +207,9 @@ def test_the_model_stays_as_it_is_and_is_looked_at_anew_when_it_changes(model, f
     first = run(model, "org/head", inputs=row, max_new_tokens=4)
     assert model.training and model.config._attn_implementation == before
     assert all(parameter.requires_grad for parameter in model.parameters())
-    (guest,) = custom_generate._GUESTS[model].values()
+    (guest,) = GUESTS[model].values()
     assert torch.equal(run(model, "org/head", inputs=row, max_new_tokens=4), first)
-    assert custom_generate._GUESTS[model][Path("org/head")] is guest
+    assert GUESTS[model][Path("org/head")] is guest
     other = tiny.model("llama", dtype=torch.float64, seed=1)
     model.load_state_dict(other.state_dict(), assign=True)
     with pytest.raises(HeadstartError, match="the head was trained on tiny-llama.*weights embedding"):
