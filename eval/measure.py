@@ -273,11 +273,12 @@ def _without_path(name: str) -> str:
 
 
 def _default_folder(named: Named, names: Sequence[str], benchmark: Benchmark | None) -> Path:
-    """The run's folder; a folder in it for other prompts; without a run, a folder of its own under runs/."""
+    """The run's folder; a folder in it for other prompts; without a run here, a folder of its own under runs/."""
     bench = benchmark and (benchmark.name or Path(benchmark.source.source).stem)
-    if named.run is not None:
+    if named.run is not None and not named.published:
         return named.run / f"bench-{bench}" if bench else named.run
-    words = [Path(named.recipe.target.name).name, *names, *([bench] if bench else [])]
+    first = str(named.published) if named.published else Path(named.recipe.target.name).name
+    words = [first, *names, *([bench] if bench else [])]
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(words))
     if len(name) > LONGEST_NAME:  # of many drafters; told apart by all of them
         name = f"{name[: LONGEST_NAME - 9]}-{sha256(name.encode()).hexdigest()[:8]}"

@@ -11,6 +11,7 @@ from typing import Any
 from headstart.data.rendering import ChatRenderer
 from headstart.decode.selfcheck import check_target
 from headstart.errors import HeadError, RecipeError, warn
+from headstart.heads.published import HubName, fetch_head, hub_name
 from headstart.heads.store import ADAPTER, read_description
 from headstart.recipe import ChatSection, Recipe, load_recipe, quoted
 from headstart.recipe_target import load_recipe_target
@@ -30,6 +31,8 @@ class Named:
     """The run's folder; None without a head, or where the head's folder alone was given."""
     head: Path | None
     """The head's folder."""
+    published: HubName | None
+    """Where the head came from, if it was fetched from the hub: then nothing is written into its folder."""
     notes: list[str]
     """What a reader of the report should know: template arguments that differ from those of training."""
 
@@ -49,16 +52,18 @@ def find_named(
     overrides: Sequence[str] = (),
     others: Sequence[Path] = (),
 ) -> Named:
-    """head: a run folder, or the folder of a head alone. target: replaces the one that the head was trained for; the
-    head's fingerprint is compared when it is loaded. others: folders of further heads that will draft.
+    """head: a run folder, the folder of a head alone, or a published head, `ORG/NAME` or `ORG/NAME@REVISION`. target:
+    replaces the one that the head was trained for; the head's fingerprint is compared when it is loaded. others:
+    folders of further heads that will draft.
 
     Prompts are rendered as in the head's training, without `head` as in that of the first of the others; where one
     learnt otherwise, or an override says otherwise, a note does. Raises HeadstartError for what cannot be used.
     """
-    run = folder = None
+    run = folder = published = None
     descriptions: dict[str, dict[str, Any]] = {}
     name = target
     if head is not None:
+        published = hub_name(str(head))
         run, folder = find_head(Path(head))
         descriptions["the head"] = read_description(folder)
         name = target or (None if run else descriptions["the head"]["target"].get("name"))
@@ -76,9 +81,11 @@ def find_named(
         changes = [f"target.adapter={quoted(str(folder / ADAPTER))}", "train.joint=null", *changes]
     if run is None:  # the size that suits the quickstart's head says nothing of others
         changes = ["eval.tree=auto", *changes]
+    if published:  # somebody else's recipe does not decide that code runs here
+        changes = ["target.trust_remote_code=false", *changes]
     recipe = load_recipe(source, changes)
     notes = [note for who, one in descriptions.items() for note in _template_notes(recipe, who, one)]
-    return Named(recipe, run, folder, [*notes, *_joint_notes(descriptions.get("the head", {}))])
+    return Named(recipe, run, folder, published, [*notes, *_joint_notes(descriptions.get("the head", {}))])
 
 
 def load_named(named: Named, *, device: str | None = None, dtype: str | None = None) -> Trained:
@@ -88,7 +95,7 @@ def load_named(named: Named, *, device: str | None = None, dtype: str | None = N
     for note in named.notes:
         warn(note)
     renderer = ChatRenderer(loaded.tokenizer, named.recipe.data.chat)
-    return Trained(named.recipe, named.run, named.head, named.notes, target=loaded, renderer=renderer)
+    return Trained(named.recipe, named.run, named.head, named.published, named.notes, target=loaded, renderer=renderer)
 
 
 def open_trained(
@@ -104,7 +111,9 @@ def open_trained(
 
 
 def find_head(path: Path) -> tuple[Path | None, Path]:
-    """The run folder, if there is one, and the folder of its head."""
+    """The run folder, if there is one, and the folder of its head; of a published head, where it was fetched to."""
+    if name := hub_name(str(path)):
+        path = fetch_head(name)
     folder = path / "head" if (path / "head").is_dir() else path
     if not folder.is_dir():
         raise HeadError(f"there is no run {path}; name a folder that training wrote, such as runs/quickstart")

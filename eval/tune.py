@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -39,8 +40,8 @@ from headstart.decode.cost import (
 )
 from headstart.decode.decode_copy import linear_seconds, make_faster
 from headstart.decode.forecast import grow_rows, rank_answer, record_rows
-from headstart.errors import DataError, refuse_unwritable
-from headstart.eval.trained import open_trained
+from headstart.errors import DataError, HeadError, refuse_unwritable
+from headstart.eval.trained import find_named, load_named
 from headstart.eval.trees import TREES
 from headstart.heads.draft import DraftHead
 from headstart.heads.store import load_head
@@ -66,7 +67,14 @@ def run(
     allow_other_target: bool = False,
 ) -> dict[str, Any]:
     """Tunes, writes `trees.json` beside the head, prints the table, and returns what was written."""
-    trained = open_trained(head, target, overrides=overrides, device=device, dtype=dtype)
+    named = find_named(head, target, overrides=overrides)
+    if named.published:
+        copied = Path("runs") / named.published.repo.partition("/")[2]
+        raise HeadError(
+            f"{named.published} lies in the hub's cache, where no tree can be kept; take a copy, "
+            f"hf download {named.published.repo} --local-dir {copied}, and tune that: headstart tune --head {copied}"
+        )
+    trained = load_named(named, device=device, dtype=dtype)
     model = trained.target
     assert trained.head is not None
     refuse_unwritable(trained.head)

@@ -36,6 +36,7 @@ from headstart.heads.draft import DraftHead, as_student
 from headstart.heads.eagle import EagleHead
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.medusa import MedusaHead
+from headstart.heads.published import CONFIG, WEIGHTS, fetch_head, hub_name
 from headstart.heads.starting import as_used, settings_of_start, warm_start
 from headstart.heads.unrolled import LAST_LAYER, RANDOM
 from headstart.heads.vocab import DraftVocab, usable_ids
@@ -44,9 +45,8 @@ from headstart.tensor_files import describe_file, fault_of, save_tensors
 
 FORMAT = 1
 """Of the folder; a reader refuses a later one."""
-WEIGHTS, CONFIG = "head.safetensors", "config.json"
 ADAPTER = "adapter"
-"""Folder beside them: the PEFT adapter that the target learnt with the head."""
+"""Folder beside the head's files: the PEFT adapter that the target learnt with the head."""
 VOCAB_IDS = "vocab.ids"
 _CLASSES: dict[type[HeadConfig], type[Head]] = {
     MedusaConfig: MedusaHead,
@@ -101,6 +101,8 @@ def _as_built(
 
 
 def _starting_head(path: Path, target: Target, read_foreign: Callable[[Path, Target], Head] | None) -> Head:
+    if name := hub_name(str(path)):
+        path = fetch_head(name)
     for folder in (path, path / "head"):  # a head, or the run that trained it
         if (folder / WEIGHTS).is_file():
             return load_head(folder, target)

@@ -140,7 +140,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_device(verb)
 
     verb = _verb(verbs, "eval", _eval, "measure acceptance length and speedup; write the report")
-    verb.add_argument("--head", metavar="RUN", help="run folder, or the folder of a head")
+    verb.add_argument("--head", metavar="RUN", help="run folder, folder of a head, or ORG/NAME[@REVISION] on the hub")
     verb.add_argument("--target", metavar="NAME", help="hub id, folder or bundled:NAME; default: what the head was for")
     verb.add_argument(
         "--drafters", metavar="A,B", help="ngram, model:ID, head:RUN, ..: docs/drafters.md; default: head"
@@ -170,7 +170,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     verb = _verb(verbs, "generate", _generate, "answer a prompt, streaming, and print the acceptance length")
     verb.add_argument("prompt", help="what to answer")
-    verb.add_argument("--head", metavar="RUN", help="run folder, or the folder of a head")
+    verb.add_argument("--head", metavar="RUN", help="run folder, folder of a head, or ORG/NAME[@REVISION] on the hub")
     verb.add_argument("--target", metavar="NAME", help="hub id, folder or bundled:NAME; default: what the head was for")
     verb.add_argument("--drafter", metavar="A", help="ngram, model:ID, ..: docs/drafters.md; default: head, or none")
     verb.add_argument("--max-new-tokens", type=_positive, default=256, metavar="N", help="longest answer (%(default)s)")
@@ -188,8 +188,11 @@ def build_parser() -> argparse.ArgumentParser:
     _add_set(verb, "eval.temperature=1.0")
     _add_device(verb)
 
-    verb = _verb(verbs, "export", _export, "write a head as a serving engine reads it; check such a folder")
-    verb.add_argument("--head", metavar="RUN", help="run folder, or the folder of a head")
+    verb = _verb(verbs, "export", _export, "write a head as a serving engine reads it, or publish it on the hub")
+    verb.add_argument("--head", metavar="RUN", help="run folder, folder of a head, or ORG/NAME[@REVISION] on the hub")
+    verb.add_argument("--to", nargs="+", metavar=("hub", "ORG/NAME"), help="publish; default: the recipe's export.repo")
+    verb.add_argument("--dry-run", action="store_true", help="with --to hub: list every file, send nothing")
+    _add_set(verb, "export.private=false")
     verb.add_argument("--format", choices=EXPORT_FORMATS, help="sglang serves vLLM too, and the original EAGLE-3")
     verb.add_argument("--output", metavar="DIR", help="where the export goes; a folder that exists is kept")
     verb.add_argument("--check", nargs="?", const=True, metavar="DIR", help="check the export, or DIR alone; 1: faults")
@@ -453,11 +456,17 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
+    if arguments.to:
+        _publish(arguments)
+        return 0
+    if arguments.dry_run or arguments.set:
+        raise RecipeError("--dry-run and --set go with --to hub; leave them out, or add it.")
     alone = isinstance(arguments.check, str)
     given = [name for name in ("head", "format", "output") if getattr(arguments, name)]
     if alone == bool(given) or (not alone and len(given) < 3):
         raise RecipeError(
-            "`headstart export` needs --head RUN --format NAME --output DIR, or --check DIR to look at a folder."
+            "`headstart export` needs --head RUN --format NAME --output DIR, or --check DIR to look at a folder, or "
+            "--head RUN --to hub ORG/NAME."
         )
     from headstart.scripts import export
 
@@ -473,6 +482,23 @@ def _export(arguments: argparse.Namespace) -> int:
         num_tokens=arguments.num_tokens,
         checked=bool(arguments.check),
         allow_other_target=arguments.allow_other_target,
+    )
+
+
+def _publish(arguments: argparse.Namespace) -> None:
+    place, *repo = arguments.to
+    if place != "hub" or len(repo) > 1 or not arguments.head:
+        raise RecipeError("Publishing needs a head and a repository: --head RUN --to hub ORG/NAME.")
+    _refuse_options(arguments, "with --to hub", "format", "check", "target", "dtype")
+    from headstart.scripts import publish
+
+    publish.run(
+        arguments.head,
+        repo[0] if repo else None,
+        overrides=arguments.set,
+        target_name=arguments.target_name,
+        output=arguments.output,
+        dry_run=arguments.dry_run,
     )
 
 

@@ -331,6 +331,10 @@ class ExportSection(Config):
     private: bool = True
     """Only its owners see the repository."""
 
+    license: str | None = Field(default=None, pattern=r"^[a-z0-9][a-z0-9.-]*$")
+    """The head's licence as the hub spells it, such as apache-2.0; null: the card names none. A head learns from its
+    target's outputs: mind the target's own terms."""
+
 
 class Recipe(Config):
     """A whole run: what is trained, on what, how, and how it is measured."""

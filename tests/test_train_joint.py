@@ -264,6 +264,10 @@ def test_a_merged_export_is_the_tuned_target_and_decodes_the_same_texts(tmp_path
         texts.append([answer.token_ids for answer in engine.generate(requests)])
     assert texts[0] == texts[1]
 
+    assert cli.main(["export", "--head", str(tmp_path / "run"), "--to", "hub", "org/tuned", "--dry-run"]) == 0
+    listed = capsys.readouterr().out
+    assert "adapter/adapter_model.safetensors" in listed and "adapter/adapter_config.json" in listed
+
     frozen = cases.recipe("train.max_steps=1", f"target.name={tmp_path / 'model'}")
     cases.training(tmp_path / "frozen", frozen, target=load_target(str(tmp_path / "model"), dtype="float32")).finish()
     words[2] = str(tmp_path / "frozen")

@@ -1,14 +1,19 @@
-"""The wheel, in a fresh environment outside the checkout: trains, decodes, and finds every recipe."""
+"""The wheel, built by way of the source archive, outside the checkout: trains, decodes, and finds every recipe."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tarfile
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.metadata import Metadata
+
+import headstart
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,12 +25,28 @@ def run(*words: str | Path, cwd: Path) -> str:
     return done.stdout + done.stderr
 
 
+def check_metadata(wheel: Path) -> None:
+    """As a package index reads them before it takes a file."""
+    with zipfile.ZipFile(wheel) as files:
+        (name,) = [one for one in files.namelist() if one.endswith(".dist-info/METADATA")]
+        found = Metadata.from_email(files.read(name), validate=True)
+        assert name.replace("METADATA", "licenses/LICENSE") in files.namelist()
+    assert (found.name, str(found.version)) == ("headstart", headstart.__version__)
+    assert found.license_expression == "Apache-2.0" and found.license_files == ["LICENSE"]
+    assert found.description_content_type == "text/markdown" and found.description
+    assert found.description.startswith("# headstart")
+
+
 @pytest.mark.slow
 @pytest.mark.network
 def test_the_wheel_trains_decodes_and_finds_every_recipe(tmp_path):
     pip = ("-m", "pip", "--disable-pip-version-check", "-q")
-    run(sys.executable, *pip, "wheel", "--no-deps", "-w", tmp_path, ROOT, cwd=tmp_path)
+    run(sys.executable, "-m", "build", "--outdir", tmp_path, ROOT, cwd=tmp_path)
     (wheel,) = tmp_path.glob("headstart-*.whl")
+    check_metadata(wheel)
+    (archive,) = tmp_path.glob("headstart-*.tar.gz")
+    with tarfile.open(archive) as files:
+        assert {"pyproject.toml", "README.md", "LICENSE"} <= {Path(name).name for name in files.getnames()}
     venv.create(tmp_path / "env", with_pip=True)
     python = tmp_path / "env" / "bin" / "python"
     constraints = ("-c", ROOT / "constraints.txt")
