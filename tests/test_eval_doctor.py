@@ -21,7 +21,7 @@ from headstart.decode.cost import CostCurve
 from headstart.decode.drafters.eagle import EagleDrafter
 from headstart.eval.diagnosis import decoding
 from headstart.eval.diagnosis.finding import CAUSES
-from headstart.heads.configs import MedusaConfig
+from headstart.heads.configs import EagleConfig, MedusaConfig
 from headstart.heads.store import save_head
 from headstart.recipe import ChatSection, load_recipe
 from headstart.target import Features, load_target
@@ -120,7 +120,7 @@ def test_a_head_that_was_trained_on_states_before_the_final_norm(world, healthy,
     change_tensors(place / "model.safetensors", rescale)
     loud = cases.World(tmp_path)
     shutil.copy(world.folder / "train.jsonl", tmp_path)
-    run = taught(loud, healthy, tmp_path, lambda _, unnormed: lambda features: Features(unnormed(), {}))
+    run = taught(loud, healthy, tmp_path, lambda _, unnormed: lambda features: Features(unnormed(), {}), EAGLE)
     assert causes(run, "--target", str(place))[0] == "final-norm"
 
 
@@ -133,12 +133,16 @@ def test_a_head_that_was_trained_on_features_of_the_next_or_the_last_position(wo
     assert causes(taught(world, healthy, tmp_path, moved))[0] == "position-offset"
 
 
-def taught(world, healthy: Path, folder: Path, change) -> Path:
-    """A run whose Medusa head was trained on changed features."""
+MEDUSA = MedusaConfig(num_heads=3, loss="hard-ce")
+EAGLE = EagleConfig(unrolled_steps=2, noise=0.0, feature_loss=0.0, token_loss=1.0, loss="hard-ce")
+
+
+def taught(world, healthy: Path, folder: Path, change, config: MedusaConfig | EagleConfig = MEDUSA) -> Path:
+    """A run whose head was trained on changed features."""
     target = load_target(str(world.target), dtype="float32")
     kept: list[torch.Tensor] = []
     target.decoder.get_submodule("norm").register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
-    head = cases.teach(target, MedusaConfig(num_heads=3, loss="hard-ce"), world, change(target, lambda: kept[-1]))
+    head = cases.teach(target, config, world, change(target, lambda: kept[-1]))
     run = folder / "run"
     run.mkdir()
     recipe = load_recipe(healthy / "recipe.yaml", ["head={type: medusa, num_heads: 3}"])

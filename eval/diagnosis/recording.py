@@ -65,7 +65,7 @@ class KeptNormInputs(nn.Module):
 def accepted_along(answers: Sequence[RankedAnswer], depth: int) -> Along:
     """Of a chain of first choices: τ by replay; by text, the mean over all bases, which differs less by accident."""
     paths = chain_paths(depth)
-    each = [mean(accepted_at(answer, paths) or [0]) for answer in answers]
+    each = [float(mean(accepted_at(answer, paths) or [0])) for answer in answers]
     return Along(mean_tokens([replay(answer, paths) for answer in answers]), each)
 
 
