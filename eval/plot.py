@@ -42,7 +42,7 @@ def acceptance_plot(title: str, depths: Sequence[dict[str, Any]]) -> bytes:
         _text(draw, (x + 36, HEIGHT - 48), name, 24, "lm")
         x += 420
     content = BytesIO()
-    image.save(content, "PNG", optimize=True)
+    image.save(content, "PNG")
     return content.getvalue()
 
 
