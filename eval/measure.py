@@ -25,7 +25,7 @@ from headstart.decode.drafters.plans import SampledChain, SampledTree
 from headstart.decode.sampling import SamplingSettings
 from headstart.errors import DataError, refuse_unwritable
 from headstart.eval import identity
-from headstart.eval.drafters import DrafterPlan, plan_drafter
+from headstart.eval.drafters import DrafterPlan, plan_drafters
 from headstart.eval.prompts import Question, check_questions, choose, load_questions
 from headstart.eval.report import build_report, lead, line, write_report
 from headstart.eval.summary import summarise
@@ -61,11 +61,8 @@ def run(
     # what was mistyped shows here, before the target is loaded, and a place that cannot be written before the work
     named = find_named(head, target, overrides=overrides)
     names = list(dict.fromkeys(drafters or (["head"] if head else [PLAIN])))
-    drafted, size = [name for name in names if name != PLAIN], named.recipe.eval.tree
-    plans = {
-        rows: [plan_drafter(name, named.head, size, allow_other_target, rows) for name in drafted]
-        for rows in named.recipe.eval.batch_size
-    }
+    drafted = [name for name in names if name != PLAIN]
+    plans = plan_drafters(drafted, named.head, named.recipe.eval, allow_other_target)
     check_questions(named.recipe)
     folder = Path(output) if output else _default_folder(named, names, bench)
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,15 +79,19 @@ def run(
     return report
 
 
-def measure(trained: Trained, plans: Mapping[int, Sequence[DrafterPlan]]) -> Report:
+def measure(
+    trained: Trained, plans: Mapping[int, Sequence[DrafterPlan]], given: Sequence[Question] | None = None
+) -> Report:
     """The report of the first plan (of plain decoding alone, if there is none), at the first number of rows and the
     first temperature; the other drafters, temperatures and numbers of rows are lines in its details.
 
-    plans: the same drafters for every number of rows that are decoded at a time.
+    plans: the same drafters for every number of rows that are decoded at a time. given: questions to choose from
+    instead of the recipe's.
     """
     recipe, target = trained.recipe, trained.target
     make_faster(target)
-    questions = choose(load_questions(recipe, target.tokenizer), recipe.eval.num_prompts)
+    known = load_questions(recipe, target.tokenizer) if given is None else given
+    questions = choose(known, recipe.eval.num_prompts)
     first_rows, *more_rows = plans
     first_temperature, *more_temperatures = map(float, recipe.eval.temperature)
 
@@ -112,6 +113,8 @@ def measure(trained: Trained, plans: Mapping[int, Sequence[DrafterPlan]]) -> Rep
     by_temperature = reports(first_rows, [first_temperature, *more_temperatures])
     by_rows = [by_temperature[0], *(reports(rows, [first_temperature])[0] for rows in more_rows)]
     _, report = next(iter(by_temperature[0].items()))
+    if given is not None:
+        report["details"]["settings"]["prompts"] = "given by the caller"
     labels = ["temperature " + f"{one:g}" for one in (first_temperature, *more_temperatures)]
     report["details"]["drafters"] = [line(_without_path(name), one) for name, one in by_temperature[0].items()]
     report["details"]["temperatures"] = _lines(labels, by_temperature)

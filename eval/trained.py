@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,9 @@ from headstart.target import Target
 
 DEFAULT_RECIPE = "quickstart.yaml"
 """Where the settings come from when no run is named."""
+HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+HEAD_FILES = ["*.safetensors", "*.json", "*.yaml"]
+"""Of a head's repository: its weights, its configuration and trees, its recipe."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,8 @@ class Trained(Named):
 
 
 def find_named(head: str | Path | None = None, target: str | None = None, *, overrides: Sequence[str] = ()) -> Named:
-    """head: a run folder, or the folder of a head alone. target: replaces the one that the head was trained for; the
-    head's fingerprint is compared when it is loaded. Raises HeadstartError for what cannot be used.
+    """head: a run folder, the folder of a head alone, or its name on the hub. target: replaces the one that the head was
+    trained for; the head's fingerprint is compared when it is loaded. Raises HeadstartError for what cannot be used.
     """
     run = folder = None
     description: dict[str, Any] = {}
@@ -61,15 +66,18 @@ def find_named(head: str | Path | None = None, target: str | None = None, *, ove
             raise RecipeError("neither a head nor a target is named; add --head RUN or --target NAME")
     if name is not None:
         changes = [f"target.name={quoted(name)}", "target.architecture=null", *changes]
-    if run is None:  # the size that suits the quickstart's head says nothing of others
-        changes = ["eval.tree=auto", *changes]
+    if run is None:  # the size that suits the quickstart's head says nothing of others, nor does its chat
+        chat = description.get("training", {}).get("chat")
+        changes = ["eval.tree=auto", *([f"data.chat={json.dumps(chat)}"] if chat else []), *changes]
     recipe = load_recipe(source, changes)
     return Named(recipe, run, folder, _template_notes(recipe, description))
 
 
-def load_named(named: Named, *, device: str | None = None, dtype: str | None = None) -> Trained:
-    """Loads the target, after the self-check; the head itself is not loaded yet."""
-    loaded, _ = load_recipe_target(named.recipe, device=device, dtype=dtype)
+def load_named(
+    named: Named, *, target: Target | None = None, device: str | None = None, dtype: str | None = None
+) -> Trained:
+    """Loads the target, unless one is given, and makes the self-check; the head itself is not loaded yet."""
+    loaded = target or load_recipe_target(named.recipe, device=device, dtype=dtype)[0]
     check_target(loaded)
     for note in named.notes:
         warn(note)
@@ -90,12 +98,29 @@ def open_trained(
 
 
 def find_head(path: Path) -> tuple[Path | None, Path]:
-    """The run folder, if there is one, and the folder of its head."""
+    """The run folder, if there is one, and the folder of its head; a head of the hub is downloaded."""
     folder = path / "head" if (path / "head").is_dir() else path
     if not folder.is_dir():
-        raise HeadError(f"there is no run {path}; name a folder that training wrote, such as runs/quickstart")
+        return None, _download(str(path))
     run = folder.parent if folder.name == "head" else path
     return (run if (run / "recipe.yaml").is_file() else None), folder
+
+
+def _download(name: str) -> Path:
+    """The files of a head on the hub, in the hub's own cache. What may be meant as a path is not looked for there."""
+    missing = f"there is no run {name}"
+    if not HUB_NAME.fullmatch(name) or Path(name).parent.is_dir():
+        raise HeadError(f"{missing}; name a folder that training wrote, such as runs/quickstart, or a head on the hub")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HEAD_FILES))
+    except Exception as error:  # the hub's client raises almost any exception
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise HeadError(
+            f"{missing}, and the hub gave no head of this name ({reason}); name a folder that training wrote, such as "
+            "runs/quickstart, or ORG/NAME, after `hf auth login` where it is private"
+        ) from None
 
 
 def _template_notes(recipe: Recipe, description: dict[str, Any]) -> list[str]:
