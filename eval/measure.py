@@ -31,6 +31,7 @@ from headstart.eval.report import build_report, lead, line, write_report
 from headstart.eval.summary import summarise
 from headstart.eval.tables import Report, headline
 from headstart.eval.timing import PLAIN, Contender, Measurement, time_arms
+from headstart.eval.tracked import track_report
 from headstart.eval.trained import Named, Trained, find_named, load_named
 from headstart.target import Target
 from headstart.train.run_folder import environment
@@ -74,6 +75,8 @@ def run(
                 print(f"note: at temperature 0 {plan.name} draws nothing; it drafts the likeliest tokens")
     report = measure(trained, plans)
     paths = write_report(report, folder)
+    if named.run is not None:
+        track_report(named.run, named.recipe, report, "report" if folder == named.run else folder.name)
     show(report, Console())
     print("\n".join(str(path) for path in paths))
     return report

@@ -47,7 +47,7 @@ class Trained(Named):
 
 
 def find_named(head: str | Path | None = None, target: str | None = None, *, overrides: Sequence[str] = ()) -> Named:
-    """head: a run folder, the folder of a head alone, or its name on the hub. target: replaces the one that the head was
+    """head: a run folder, the folder of a head alone, or its hub name. target: replaces the one that the head was
     trained for; the head's fingerprint is compared when it is loaded. Raises HeadstartError for what cannot be used.
     """
     run = folder = None

@@ -95,9 +95,9 @@ class Training:
                     self._evaluate()
                 if last or due(step, train.save_every):
                     self._save()
-        self.metrics.close()
         self.features.close()
         self._ship()
+        self.metrics.close()
         return self.progress
 
     def step(self, progress: Progress, schedule: Schedule, share: float | None = None) -> tuple[Totals, float, float]:
@@ -219,6 +219,7 @@ class Training:
         if forecast is not None:
             values |= forecast.as_metrics()
         self.metrics.write(self.progress.step, "held_out", values)
+        self.metrics.show(self.progress.step, forecast, self.target.tokenizer)
         best = self.progress.best_value
         if best is None or values["loss"] < best:
             self.progress.best_step, self.progress.best_value = self.progress.step, values["loss"]
@@ -266,6 +267,7 @@ class Training:
         else:
             save_head(head, partial, fingerprint=self.target.fingerprint(), training_record=self.record())
         publish(partial, self.run.head)
+        self.metrics.ship(self.run.head, self.recipe.name, self.record())
 
 
 def due(step: int, every: int | None) -> bool:
