@@ -26,9 +26,9 @@ INTRODUCTION = """\
 
 <!-- Written by `make docs` from recipes/*.yaml and headstart/recipe_schema.py; change those. -->
 
-A recipe is one YAML file: what is trained, on what, how, and how it is measured. Take the packaged one that is nearest to
-your model, and change what differs, in a copy or on the command line (`--set train.lr=5e-4`, as often as needed). Whatever
-is wrong is reported at once, with its line and the nearest right key, before anything is loaded.
+A recipe is one YAML file: what is trained, on what, how, and how it is measured. Take the packaged one that is nearest
+to your model, and change what differs, in a copy or on the command line (`--set train.lr=5e-4`, as often as needed).
+Whatever is wrong is reported at once, with its line and the nearest right key, before anything is loaded.
 
 ```sh
 headstart train --recipe llama8b.yaml --smoke                           # small, on any CPU

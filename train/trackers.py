@@ -32,7 +32,7 @@ WAITING = 10_000
 LAST_SECONDS = 300.0
 """How long the end of a run waits for what is still to be sent, the head among it."""
 
-Job = Callable[[GeneralTracker], object]
+Job = Callable[[Any], object]  # given one of Accelerate's trackers, whose class does not declare all that it has
 
 
 class Trackers:
@@ -147,14 +147,14 @@ def _started_online(run: RunFolder, recipe: Recipe, step: int) -> GeneralTracker
     return tracker
 
 
-def _page(tracker: GeneralTracker, step: int, name: str, html: str) -> None:
+def _page(tracker: Any, step: int, name: str, html: str) -> None:
     if tracker.name == "tensorboard":
         tracker.tracker.add_text(name, html, step)
     else:  # trackio has wandb's names
         tracker.log({name: import_module(tracker.name).Html(html)}, step=step)
 
 
-def _table(tracker: GeneralTracker, step: int, name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _table(tracker: Any, step: int, name: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     if tracker.name == "tensorboard":
         lines = [header, ["---"] * len(header), *rows]
         cells = (" | ".join(cell.replace("|", "\\|") for cell in line) for line in lines)
@@ -164,7 +164,7 @@ def _table(tracker: GeneralTracker, step: int, name: str, header: Sequence[str],
         tracker.log({name: import_module(tracker.name).Table(columns=list(header), data=data)}, step=step)
 
 
-def _ship(tracker: GeneralTracker, folder: Path, name: str, record: Mapping[str, Any]) -> None:
+def _ship(tracker: Any, folder: Path, name: str, record: Mapping[str, Any]) -> None:
     if tracker.name == "tensorboard":
         return
     artifact = import_module(tracker.name).Artifact(name, type="model", metadata=plain_values(record))
