@@ -44,9 +44,9 @@ def offline(tmp_path, monkeypatch) -> Path:
 
 
 def run_twice(folder: Path, recipe: Any) -> RunFolder:
-    """A training that is stopped and resumed, with forecasts whose costs nobody measures."""
+    """A training that is stopped and resumed, with forecasts from then on."""
     for resume in (False, True):
-        training = cases.training(folder, recipe, resume=resume, forecast=True)
+        training = cases.training(folder, recipe, resume=resume, forecast=resume)
         if not resume:
             cases.stop_after_save(training, 2)
             with pytest.raises(cases.Stopped):
