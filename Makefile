@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -q
 WORKERS ?= 2
 
-.PHONY: setup lint test test-slow quickstart bench-medusa bench-smollm2 bench-heads bench-train bench-memory bench-growth bench-spec soak clean
+.PHONY: setup lint docs test test-slow quickstart bench-medusa bench-smollm2 bench-heads bench-train bench-memory bench-growth bench-spec soak clean
 
 setup: $(VENV)/.ready
 
@@ -27,6 +27,10 @@ lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/basedpyright
+
+# docs/recipes.md, from the recipes and the schema
+docs: setup
+	$(PY) scripts/recipe_page.py
 
 test: setup
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n $(WORKERS) --typecheck-shapes

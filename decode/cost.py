@@ -13,7 +13,7 @@ import random
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle
 
 from jaxtyping import Int
@@ -38,6 +38,8 @@ class RankedAnswer:
     ranks: Int[Tensor, "bases depth"]
     """Base b is the step whose first draft is answer token b (0-based), one base per token. [b, d]: the rank of token
     b + d among the drafts for depth d + 1; -1 where it is none of them or lies behind the answer."""
+    token_ids: list[int] = field(default_factory=list)
+    """The answer, where anyone wants to read it."""
 
 
 @dataclass(frozen=True)
@@ -227,6 +229,14 @@ def mean_tokens(runs: Sequence[Sequence[tuple[int, int]]]) -> float:
     """τ of replays: tokens per step, the bonus token counted, pooled over answers; 1 where no step was seen."""
     steps = sum(len(run) for run in runs)
     return 1.0 + sum(accepted for run in runs for _, accepted in run) / steps if steps else 1.0
+
+
+def rates_by_depth(runs: Sequence[Sequence[tuple[int, int]]], depth: int) -> list[float | None]:
+    """Of replays with a tree of `depth` levels, for each: of the steps that accepted all drafts before it, the share
+    that accepted its draft too; None where there were no such steps."""
+    accepted = [count for run in runs for _, count in run]
+    passed = [sum(count >= level for count in accepted) for level in range(depth + 1)]
+    return [passed[level] / passed[level - 1] if passed[level - 1] else None for level in range(1, depth + 1)]
 
 
 @dataclass(frozen=True, kw_only=True)

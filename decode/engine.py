@@ -10,7 +10,7 @@ End tokens, stop strings and length limits are handled here, once, for every dra
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -123,7 +123,7 @@ class Engine:
         for finished, _ in self._run(requests):
             yield from finished
 
-    def stream(self, request: Request) -> Iterator[tuple[list[int], Generation]]:
+    def stream(self, request: Request) -> Generator[tuple[list[int], Generation], None, None]:
         """One request; yields the new tokens of each step with the generation as it stands."""
         generation = Generation(request)
         for finished, running in self._run([request]):

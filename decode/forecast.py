@@ -125,7 +125,7 @@ def rank_answer(
         labels = column[answer[at.clamp(max=len(answer) - 1)]]
         ranks[bases] = _ranks(logits, labels.where(at < len(answer), -1))
     # widened, a row has more choices than that, but no static tree may ask for them (`sort_paths`)
-    return RankedAnswer(ranks.masked_fill(ranks >= head.draft_vocab_size, -1).cpu())
+    return RankedAnswer(ranks.masked_fill(ranks >= head.draft_vocab_size, -1).cpu(), text.answer)
 
 
 def draft_states(

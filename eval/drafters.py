@@ -21,7 +21,7 @@ all are taken by rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ from headstart.eval.timing import PLAIN
 from headstart.eval.trained import find_head
 from headstart.eval.trees import TunedOn, check_number, choose_plan
 from headstart.heads.store import WEIGHTS, load_head
+from headstart.recipe import EvalSection
 from headstart.target import Target, load_target
 
 HEAD_PLANS = ("chain", "tree", "dynamic", "drawn", "sampled")
@@ -143,6 +144,16 @@ def plan_drafter(
         raise RecipeError(f"drafter {name!r} is not known; expected {PLAIN}, {', '.join(KINDS)}")
     number = int(matched[3]) if matched[3] else None
     return known(_Name(name, matched[1], matched[2] or "", number, place, head, size, allow_other_target, rows, drawn))
+
+
+def plan_drafters(
+    names: Sequence[str], head: Path | None, settings: EvalSection, allow_other_target: bool = False
+) -> dict[int, list[DrafterPlan]]:
+    """The plans of all names, for every number of rows that are decoded at a time."""
+    return {
+        rows: [plan_drafter(name, head, settings.tree, allow_other_target, rows) for name in names]
+        for rows in settings.batch_size
+    }
 
 
 def _check_plan(name: _Name, *plans: str) -> None:

@@ -40,7 +40,7 @@ from headstart.errors import DataError, HeadstartError
 from headstart.eval.figures import refuse_output, write_figures
 from headstart.heads.base import Head
 from headstart.heads.store import build_head, load_head
-from headstart.recipe import Recipe, load_recipe, override, refuse_unbuilt
+from headstart.recipe import Recipe, load_recipe, override
 from headstart.target import Target
 from headstart.train.features import OnlineFeatures
 from headstart.train.loop import Training
@@ -175,7 +175,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         refuse_output(options.output)
         recipe = load_recipe(options.recipe, [*fixed, *options.set])
-        refuse_unbuilt(recipe)
         seeds = [int(seed) for seed in options.seeds.split(",")]
         report = run(recipe, Path(options.task), seeds, Path(options.runs))
     except HeadstartError as error:

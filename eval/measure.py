@@ -26,7 +26,7 @@ from headstart.decode.drafters.plans import SampledChain, SampledTree
 from headstart.decode.sampling import SamplingSettings
 from headstart.errors import DataError, refuse_unwritable
 from headstart.eval.benchmarks import Benchmark, parse_bench
-from headstart.eval.drafters import DrafterPlan, plan_drafter
+from headstart.eval.drafters import DrafterPlan, plan_drafters
 from headstart.eval.judging import check_identity
 from headstart.eval.kept import KeptAnswers, KeptFile, measurement_key
 from headstart.eval.prompts import Question, check_questions, choose, load_questions
@@ -34,6 +34,7 @@ from headstart.eval.report import build_report, lead, line, write_report
 from headstart.eval.summary import summarise
 from headstart.eval.tables import Report, headline
 from headstart.eval.timing import PLAIN, Contender, Measurement, time_arms
+from headstart.eval.tracked import track_report
 from headstart.eval.trained import Named, Trained, find_named, load_named
 from headstart.target import Target, load_tokenizer
 from headstart.train.run_folder import environment
@@ -65,11 +66,8 @@ def run(
     # what was mistyped shows here, before the target is loaded, and a place that cannot be written before the work
     named = find_named(head, target, overrides=overrides)
     names = list(dict.fromkeys(drafters or (["head"] if head else [PLAIN])))
-    drafted, size = [name for name in names if name != PLAIN], named.recipe.eval.tree
-    plans = {
-        rows: [plan_drafter(name, named.head, size, allow_other_target, rows) for name in drafted]
-        for rows in named.recipe.eval.batch_size
-    }
+    drafted = [name for name in names if name != PLAIN]
+    plans = plan_drafters(drafted, named.head, named.recipe.eval, allow_other_target)
     heads = [folder for plan in next(iter(plans.values())) for folder in plan.heads]
     named = find_named(head, target, overrides=overrides, others=heads)
     check_questions(named.recipe)
@@ -88,6 +86,8 @@ def run(
         report["details"]["settings"]["benchmark"] = benchmark.name
     paths = write_report(report, folder)
     kept.discard()
+    if named.run is not None and not named.published:
+        track_report(named.run, named.recipe, report, "report" if folder == named.run else folder.name)
     show(report, Console())
     print("\n".join(str(path) for path in paths))
     return report
@@ -100,13 +100,16 @@ def _questions(named: Named, benchmark: Benchmark | None) -> list[Question]:
 
 
 def measure(
-    trained: Trained, plans: Mapping[int, Sequence[DrafterPlan]], questions: Sequence[Question], kept: KeptAnswers
+    trained: Trained,
+    plans: Mapping[int, Sequence[DrafterPlan]],
+    questions: Sequence[Question],
+    kept: KeptAnswers | None = None,
 ) -> Report:
     """The report of the first plan (of plain decoding alone, if there is none), at the first number of rows and the
     first temperature; the other drafters, temperatures and numbers of rows are lines in its details.
 
     plans: the same drafters for every number of rows that are decoded at a time. kept: where answers are kept until
-    the report is written.
+    the report is written; None: nowhere.
     """
     recipe, target = trained.recipe, trained.target
     make_faster(target)
@@ -117,7 +120,8 @@ def measure(
         contenders = {plan.name: Contender(plan.make(target), plan.budget) for plan in plans[rows]}
         found = []
         for temperature in temperatures:
-            file = kept.open(measurement_key(trained, plans[rows], questions, temperature, rows))
+            key = measurement_key(trained, plans[rows], questions, temperature, rows)
+            file = None if kept is None else kept.open(key)
             measured = _decode(trained, contenders, questions, temperature, rows, file)
             checked = rows == first_rows and temperature == 0
             found.append(
@@ -132,6 +136,8 @@ def measure(
     by_temperature = reports(first_rows, [first_temperature, *more_temperatures])
     by_rows = [by_temperature[0], *(reports(rows, [first_temperature])[0] for rows in more_rows)]
     _, report = next(iter(by_temperature[0].items()))
+    if given is not None:
+        report["details"]["settings"]["prompts"] = "given by the caller"
     labels = ["temperature " + f"{one:g}" for one in (first_temperature, *more_temperatures)]
     report["details"]["drafters"] = [line(_without_path(name), one) for name, one in by_temperature[0].items()]
     report["details"]["temperatures"] = _lines(labels, by_temperature)
@@ -154,11 +160,12 @@ def _decode(
     questions: Sequence[Question],
     temperature: float,
     rows: int,
-    kept: KeptFile,
+    kept: KeptFile | None,
 ) -> Measurement:
     settings = trained.recipe.eval
-    coming = [question for number, question in enumerate(questions) if number // rows not in kept.groups]
-    if len(coming) < len(questions):
+    before = kept.groups if kept else {}
+    coming = [question for number, question in enumerate(questions) if number // rows not in before]
+    if kept and len(coming) < len(questions):
         print(f"{len(questions) - len(coming)} of {len(questions)} prompts were measured before: {kept.path}")
     total = sum(len(question.turns) for question in coming)
     with Progress("decoding", total, unit="answers", extra="tokens") as progress:

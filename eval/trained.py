@@ -88,9 +88,11 @@ def find_named(
     return Named(recipe, run, folder, published, [*notes, *_joint_notes(descriptions.get("the head", {}))])
 
 
-def load_named(named: Named, *, device: str | None = None, dtype: str | None = None) -> Trained:
-    """Loads the target, after the self-check; the head itself is not loaded yet."""
-    loaded, _ = load_recipe_target(named.recipe, device=device, dtype=dtype)
+def load_named(
+    named: Named, *, target: Target | None = None, device: str | None = None, dtype: str | None = None
+) -> Trained:
+    """Loads the target, unless one is given, and makes the self-check; the head itself is not loaded yet."""
+    loaded = target or load_recipe_target(named.recipe, device=device, dtype=dtype)[0]
     check_target(loaded)
     for note in named.notes:
         warn(note)

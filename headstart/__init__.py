@@ -13,38 +13,52 @@ if TYPE_CHECKING:
     from headstart.decode.engine import Engine, Generation
     from headstart.decode.sampling import SamplingSettings
     from headstart.errors import HeadstartError
-    from headstart.heads.store import build_head, load_head, save_head
+    from headstart.eval.accelerated import Accelerated, Answer, Stream, evaluate, generate, load_drafter, load_head
+    from headstart.heads.store import build_head, save_head
     from headstart.recipe import Recipe, find_recipe, load_recipe
     from headstart.target import Target, load_target
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Accelerated": "headstart.eval.accelerated",
+    "Answer": "headstart.eval.accelerated",
     "Engine": "headstart.decode.engine",
     "Generation": "headstart.decode.engine",
     "HeadstartError": "headstart.errors",
     "Recipe": "headstart.recipe",
     "Request": "headstart.decode.drafters.base",
     "SamplingSettings": "headstart.decode.sampling",
+    "Stream": "headstart.eval.accelerated",
     "Target": "headstart.target",
     "build_head": "headstart.heads.store",
+    "evaluate": "headstart.eval.accelerated",
     "find_recipe": "headstart.recipe",
-    "load_head": "headstart.heads.store",
+    "generate": "headstart.eval.accelerated",
+    "load_drafter": "headstart.eval.accelerated",
+    "load_head": "headstart.eval.accelerated",
     "load_recipe": "headstart.recipe",
     "load_target": "headstart.target",
     "save_head": "headstart.heads.store",
 }
 
+
 __all__ = [
+    "Accelerated",
+    "Answer",
     "Engine",
     "Generation",
     "HeadstartError",
     "Recipe",
     "Request",
     "SamplingSettings",
+    "Stream",
     "Target",
     "build_head",
+    "evaluate",
     "find_recipe",
+    "generate",
+    "load_drafter",
     "load_head",
     "load_recipe",
     "load_target",

@@ -216,12 +216,10 @@ def launch_command(arguments: argparse.Namespace) -> tuple[dict[str, str], list[
 
     Checks the recipe first, without torch, so that its faults show at once and once, not from every process.
     """
-    from headstart.recipe import find_packaged, find_recipe, load_recipe, quoted, refuse_unbuilt
+    from headstart.recipe import find_packaged, find_recipe, load_recipe, quoted
 
     name = [f"name={quoted(arguments.name)}"] if arguments.name else []
     recipe = load_recipe(arguments.recipe, [*arguments.set, *name])
-    if not arguments.smoke:
-        refuse_unbuilt(recipe)
     variables, launch = {}, []
     if arguments.accelerate:
         path = find_packaged(arguments.accelerate, "accelerate")
@@ -285,14 +283,13 @@ def _data_prepare(arguments: argparse.Namespace) -> None:
 
 
 def _data_distill(arguments: argparse.Namespace) -> None:
-    from headstart.recipe import load_recipe, refuse_unbuilt
+    from headstart.recipe import load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.set)
     if arguments.server:
         _distill_on_server(arguments, recipe)
         return
     _refuse_options(arguments, "without --server", "model", "timeout")
-    refuse_unbuilt(recipe)
     from headstart.scripts import distill
 
     distill.run(
@@ -324,10 +321,9 @@ def _refuse_options(arguments: argparse.Namespace, when: str, *names: str) -> No
 
 
 def _data_features(arguments: argparse.Namespace) -> None:
-    from headstart.recipe import load_recipe, refuse_unbuilt
+    from headstart.recipe import load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.set)
-    refuse_unbuilt(recipe)
     layers = _layers(arguments.layers)
     from headstart.scripts import features
 

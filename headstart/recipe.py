@@ -56,16 +56,11 @@ __all__ = [
     "load_recipe",
     "override",
     "quoted",
-    "refuse_unbuilt",
     "smoke",
 ]
 
 PACKAGED = Path(str(resources.files("headstart.recipes")))
 """The recipes that come with headstart: `*.yaml`, `architectures/*.json`, `accelerate/*.yaml`."""
-
-_UNBUILT = {
-    ("logging", "trackers"): {"tensorboard", "trackio"},
-}
 
 
 def load_recipe(path_or_name: str | os.PathLike[str], overrides: Sequence[str] = (), smoke: bool = False) -> Recipe:
@@ -119,24 +114,6 @@ def architecture_path(recipe: Recipe) -> Path | None:
     if name and path is None:
         raise RecipeError(f"`target.architecture`: no file {name} here or among the packaged ones; give its path.")
     return path
-
-
-def refuse_unbuilt(recipe: Recipe) -> None:
-    """Raise RecipeError, in one sentence, if the recipe asks for what headstart knows by name and cannot do yet.
-
-    For those who train or load the target; a recipe shrunk by --smoke never asks for any of it.
-    """
-    asked = []
-    for (section, key), unbuilt in _UNBUILT.items():
-        value = getattr(getattr(recipe, section), key)
-        chosen = value if isinstance(value, list) else [value]
-        asked += [f"`{section}.{key}: {one}`" for one in chosen if one in unbuilt]
-    if asked:
-        verb = "is" if len(asked) == 1 else "are"
-        raise RecipeError(
-            f"{' and '.join(asked)} of recipe {recipe.name} {verb} not built yet: "
-            "choose another value with --set, or add --smoke to try the recipe small on this machine."
-        )
 
 
 def _checked(document: Document, overrides: Sequence[str], folder: Path | None) -> Recipe:

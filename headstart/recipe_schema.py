@@ -313,7 +313,7 @@ class LoggingSection(Config):
     """Who is told. `metrics.jsonl` in the run folder is always written."""
 
     trackers: list[Literal["wandb", "tensorboard", "trackio"]] = []
-    """Trackers besides; one that is missing or cannot be reached never stops a run."""
+    """Trackers besides; one that is missing, slow or not reached never stops a run: docs/tracking.md."""
 
     project: str = "headstart"
     """Name of the project in the tracker."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import tiny
@@ -11,8 +13,9 @@ from headstart.data.packing import TokenBatch, collate
 from headstart.data.rendering import Row
 from headstart.heads.base import Head, HeadOutput
 from headstart.heads.configs import HEADS
-from headstart.heads.store import build_head
+from headstart.heads.store import build_head, save_head
 from headstart.heads.vocab import DraftVocab
+from headstart.recipe import load_recipe
 from headstart.target import Features, Target
 
 
@@ -58,6 +61,20 @@ def head_for(
     return head
 
 
+def untrained_run(run: Path, target_folder: Path) -> Path:
+    """A run for `tiny.save(target_folder, "llama")`, with an untrained head of two levels and a tuned tree."""
+    target = tiny.target("llama")
+    chat = {"arguments": {}, "system": None, "supervise": "all"}
+    head = head_for(target, num_heads=2)
+    save_head(head, run / "head", fingerprint=target.fingerprint(), training_record={"chat": chat})
+    trees = {"choices": {"2": [[0]], "4": [[0], [1], [0, 0]]}, "best": 4, "device": "cpu", "dtype": "float32"}
+    trees["forecast"] = {"acceptance_length": 1.25, "speedup": 1.1}
+    (run / "head" / "trees.json").write_text(json.dumps(trees))
+    changes = [f"target.name={target_folder}", "target.architecture=null", "target.dtype=float32", "name=demo"]
+    (run / "recipe.yaml").write_text(load_recipe("quickstart.yaml", changes).to_yaml())
+    return run
+
+
 def forward(head: Head, target: Target, batch: TokenBatch, states: Features | None = None) -> HeadOutput:
     return head(
         features(target, batch, head.wants) if states is None else states, batch, target.embedding, target.output
@@ -77,4 +94,15 @@ def loss_and_gradients(head: Head, target: Target, *batches: TokenBatch):
     return total.detach(), sum(int(output.token_count) for output in outputs), gradients(head)
 
 
-__all__ = ["collate", "features", "forward", "head_for", "loss_and_gradients", "pad", "row", "tiny", "vocab_of"]
+__all__ = [
+    "collate",
+    "features",
+    "forward",
+    "head_for",
+    "loss_and_gradients",
+    "pad",
+    "row",
+    "tiny",
+    "untrained_run",
+    "vocab_of",
+]

@@ -49,9 +49,9 @@ def launch_line(*words: str) -> tuple[dict[str, str], list[str]]:
         (["train", "--recipe", "lama70b.yaml"], 2),
         (["plan", "--recipe", "lama70b.yaml"], 2),
         (["plan", "--recipe", "llama70b.yaml", "--gpus", "0"], 2),
-        (["train", "--recipe", "llama70b.yaml", "--set", "logging.trackers=[trackio]"], 2),
+        (["train", "--recipe", "llama70b.yaml", "--set", "logging.trackers=[wandbb]"], 2),
         (["train", "--recipe", "quickstart.yaml", "--set", "train.learnig_rate=1"], 2),
-        (["data", "distill", "--recipe", "llama70b.yaml", "--output", "x", "--set", "logging.trackers=[trackio]"], 2),
+        (["data", "distill", "--recipe", "llama70b.yaml", "--output", "x", "--set", "logging.trackers=[wandbb]"], 2),
         (["data", "prepare", "--recipe", "quickstart.yaml", "--limit", "0"], 2),
     ],
 )

@@ -18,8 +18,7 @@ from headstart.errors import HeadstartError
 from headstart.eval import generate, measure
 from headstart.eval.report import HEADLINE
 from headstart.eval.trained import find_named, open_trained
-from headstart.heads.store import save_head
-from headstart.recipe import ChatSection, load_recipe
+from headstart.recipe import ChatSection
 
 SMALL = ["eval.num_prompts=5", "eval.max_new_tokens=12", "eval.identity_prompts=2"]
 
@@ -41,17 +40,7 @@ def prompts(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory, target_folder) -> Path:
     """A run with an untrained head of two levels and a tuned tree."""
-    run = tmp_path_factory.mktemp("runs") / "demo"
-    target = tiny.target("llama")
-    chat = {"arguments": {}, "system": None, "supervise": "all"}
-    head = head_cases.head_for(target, num_heads=2)
-    save_head(head, run / "head", fingerprint=target.fingerprint(), training_record={"chat": chat})
-    trees = {"choices": {"2": [[0]], "4": [[0], [1], [0, 0]]}, "best": 4, "device": "cpu", "dtype": "float32"}
-    trees["forecast"] = {"acceptance_length": 1.25, "speedup": 1.1}
-    (run / "head" / "trees.json").write_text(json.dumps(trees))
-    changes = [f"target.name={target_folder}", "target.architecture=null", "target.dtype=float32", "name=demo"]
-    (run / "recipe.yaml").write_text(load_recipe("quickstart.yaml", changes).to_yaml())
-    return run
+    return head_cases.untrained_run(tmp_path_factory.mktemp("runs") / "demo", target_folder)
 
 
 class _Tags(HTMLParser):

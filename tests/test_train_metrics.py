@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import train_cases as cases
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
-from headstart.train import metrics
+from headstart.train import trackers
 from headstart.train.metrics import drop_lines_after, plain_numbers, read_metrics
 from headstart.train.progress_line import Meter, clock_face
 
@@ -48,6 +47,9 @@ class FakeTracker(GeneralTracker):
     def log(self, values, step=None, **kwargs):
         self.note("log", step, values)
 
+    def log_artifact(self, artifact):
+        self.note("artifact", artifact.name, artifact.type)
+
     def finish(self):
         self.note("finish")
 
@@ -57,6 +59,7 @@ def tracker(monkeypatch):
     class Tracker(FakeTracker):
         calls: list[tuple] = []
 
+    monkeypatch.setenv("WANDB_MODE", "offline")  # no key is looked for
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", Tracker)
     return Tracker
 
@@ -80,7 +83,7 @@ def test_steps_never_fall_and_a_resumed_run_is_the_same_run(tmp_path, tracker):
     assert all(isinstance(value, int | float) for _, _, values in logged for value in values.values())
     rates = [values["train/rate"] for _, _, values in logged if "train/rate" in values]
     assert len(rates) == 8
-    assert tracker.calls[-1] == ("finish",)
+    assert tracker.calls[-2:] == [("artifact", "demo", "model"), ("finish",)]
 
 
 @pytest.mark.parametrize("call", ["init", "start", "configuration", "log", "finish"])
@@ -95,27 +98,10 @@ def test_a_tracker_that_fails_never_stops_a_run(tmp_path, tracker, capsys, call)
 
 
 def test_a_tracker_that_is_not_installed_never_stops_a_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(metrics, "get_available_trackers", list)
+    monkeypatch.setattr(trackers, "get_available_trackers", list)
     progress = cases.training(tmp_path / "run", cases.recipe(*TRACKED)).finish()
     assert progress.step == 8
     assert "wandb is not installed (pip install wandb)" in capsys.readouterr().err
-
-
-def test_wandb_offline(tmp_path, monkeypatch):
-    """The real package, resumed: both launches write a run of the same id under the run folder."""
-    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONFIG_DIR": str(tmp_path)}.items():
-        monkeypatch.setenv(name, value)
-    recipe = cases.recipe(*TRACKED)
-    training = cases.training(tmp_path / "run", recipe)
-    cases.stop_after_save(training, 4)
-    with pytest.raises(cases.Stopped):
-        training.finish()
-    training.metrics.close()
-    cases.training(tmp_path / "run", recipe, resume=True).finish()
-    run_id = json.loads((tmp_path / "run/environment.json").read_text())["run_id"]
-    files = list((tmp_path / "run/wandb").glob(f"offline-run-*/run-{run_id}.wandb"))
-    assert files and all(os.path.getsize(file) > 1000 for file in files)
-    assert len(read_metrics(tmp_path / "run/metrics.jsonl")) == 12
 
 
 def test_lines_behind_the_checkpoint_are_dropped(tmp_path):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,10 +20,12 @@ from headstart.decode.cost import (
     SIZES,
     CostCurve,
     DraftCosts,
+    RankedAnswer,
     best_size,
     grow_tree,
     mean_tokens,
     measure_costs,
+    rates_by_depth,
     replay,
     tune,
 )
@@ -57,6 +59,12 @@ class Forecast:
     acceptance_length: float
     speedup: float
     nodes: int
+    by_depth: list[float | None]
+    """Along the chain: of the steps that accepted all drafts before this one, the share that accepted it too."""
+    paths: list[Path]
+    """The tree."""
+    answers: list[RankedAnswer] = field(repr=False)
+    """What was replayed."""
 
     def as_metrics(self) -> dict[str, Any]:
         """As `metrics.jsonl` has them."""
@@ -65,6 +73,7 @@ class Forecast:
             "forecast_acceptance_length": self.acceptance_length,
             "forecast_speedup": self.speedup,
             "forecast_nodes": self.nodes,
+            "forecast_acceptance_by_depth": self.by_depth,
         }
 
     def __str__(self) -> str:
@@ -97,11 +106,15 @@ class Forecaster:
             self._costs = curve, measure_draft_costs(head, decoder, depth, grow_tree(answers, 8), quick=True)
         forecasts = tune(answers, *self._costs, sizes, chains=isinstance(head, DraftHead))
         nodes = best_size(forecasts)
+        chain = [replay(answer, chain_paths(depth)) for answer in answers]
         return Forecast(
-            chain=mean_tokens([replay(answer, chain_paths(depth)) for answer in answers]),
+            chain=mean_tokens(chain),
             acceptance_length=forecasts[nodes].acceptance_length,
             speedup=forecasts[nodes].speedup,
             nodes=nodes,
+            by_depth=rates_by_depth(chain, depth),
+            paths=forecasts[nodes].paths,
+            answers=answers,
         )
 
 

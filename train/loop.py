@@ -96,9 +96,9 @@ class Training:
             return self.progress  # finished before; beside its head may lie what was tuned for it
         with stop_requests():
             self._take_steps()
-        self.metrics.close()
         self.features.close()
         self._ship()
+        self.metrics.close()
         return self.progress
 
     def _take_steps(self) -> None:
@@ -259,6 +259,7 @@ class Training:
             self.drift = self.joint.measure_drift(self.features, batches, self.accelerator)
             values |= {} if self.drift is None else self.drift.as_metrics()
         self.metrics.write(self.progress.step, "held_out", values)
+        self.metrics.show(self.progress.step, forecast, self.target.tokenizer)
         if self.joint is None:  # else losses compare different targets
             self._keep_best(values["loss"])
         best = "" if self.progress.best_step is None else f"  best at step {self.progress.best_step}"
@@ -318,6 +319,7 @@ class Training:
                     adapters.save(partial / ADAPTER)
 
         on_main(self.accelerator, write)
+        self.metrics.ship(self.run.head, self.recipe.name, self.record())
 
 
 def _refuse_damaged(best: Path) -> None:

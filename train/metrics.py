@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
+from transformers import PreTrainedTokenizerBase
 
 from headstart.atomic import write_text
 from headstart.errors import naming
 from headstart.recipe import Recipe
+from headstart.train.forecasting import Forecast
 from headstart.train.run_folder import RunFolder
+from headstart.train.shown import samples_page, tree_page
+from headstart.train.trackers import Trackers
 
 
 class Metrics:
@@ -32,16 +34,12 @@ class Metrics:
 
     def __init__(self, run: RunFolder, recipe: Recipe, accelerator: Accelerator, *, step: int):
         self.last_step = step
-        self._file = None
-        self._trackers: dict[str, GeneralTracker] = {}
+        self._file = self._trackers = None
         if not accelerator.is_main_process:
             return
         drop_lines_after(run.metrics, step)
         self._file = run.metrics.open("a", encoding="utf-8")
-        for name in recipe.logging.trackers:
-            tracker = start_tracker(name, run, recipe)
-            if tracker is not None:
-                self._trackers[name] = tracker
+        self._trackers = Trackers(run, recipe, step=step)
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
         """One line of kind `train` or `held_out`; trackers get the same numbers as `kind/name`."""
@@ -52,40 +50,28 @@ class Metrics:
         with naming(self._file.name):
             self._file.write(json.dumps({"step": step, "kind": kind, **values}) + "\n")
             self._file.flush()
-        numbers = plain_numbers(values, f"{kind}/")
-        for name, tracker in list(self._trackers.items()):
-            try:
-                tracker.log(numbers, step=step)
-            except Exception as error:  # whatever a tracker does, the run goes on
-                del self._trackers[name]
-                _warn(f"the tracker {name} failed ({_short(error)}); going on without it")
+        if self._trackers:
+            self._trackers.log(step, plain_numbers(values, f"{kind}/"))
+
+    def show(self, step: int, forecast: object, tokenizer: PreTrainedTokenizerBase) -> None:
+        """To trackers alone: texts in which the drafts that a forecast accepts are coloured, and its tree."""
+        if self._trackers and isinstance(forecast, Forecast):
+            pages = samples_page(forecast.answers, forecast.paths, tokenizer), tree_page(forecast.paths)
+            for name, page in zip(("samples", "tree"), pages, strict=True):
+                self._trackers.page(step, f"held_out/{name}", page)
+
+    def ship(self, folder: Path, name: str, record: Mapping[str, Any]) -> None:
+        """To trackers alone: the finished head."""
+        if self._trackers:
+            self._trackers.ship(folder, name, record)
 
     def close(self) -> None:
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-        for name, tracker in self._trackers.items():
-            try:
-                tracker.finish()
-            except Exception as error:
-                _warn(f"the tracker {name} did not finish ({_short(error)})")
-
-
-def start_tracker(name: str, run: RunFolder, recipe: Recipe) -> GeneralTracker | None:
-    """Starts one of Accelerate's trackers under the id of the run; None, after one warning, if it can't be started."""
-    if name not in {str(available) for available in get_available_trackers()}:
-        _warn(f"logging.trackers: {name} is not installed (pip install {name}); going on with {run.metrics.name} alone")
-        return None
-    options = {"id": run.run_id, "name": recipe.name, "resume": "allow", "dir": str(run.path)}  # wandb's own
-    try:
-        tracker = LOGGER_TYPE_TO_CLASS[name](recipe.logging.project, **options)
-        tracker.start()
-        tracker.store_init_configuration(plain_values(recipe.model_dump()))
-    except Exception as error:
-        _warn(f"the tracker {name} could not be started ({_short(error)}); going on with {run.metrics.name} alone")
-        return None
-    return tracker
+        if self._trackers:
+            self._trackers.close()
 
 
 def drop_lines_after(path: Path, step: int) -> None:
@@ -116,22 +102,3 @@ def plain_numbers(values: Mapping[str, Any], prefix: str) -> dict[str, float]:
         items = {f"/{i}": item for i, item in enumerate(value, 1)} if isinstance(value, list) else {"": value}
         numbers.update({f"{prefix}{name}{end}": item for end, item in items.items() if isinstance(item, int | float)})
     return numbers
-
-
-def plain_values(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings under dotted names, as numbers and texts, which is what all trackers take."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat.update(plain_values(value, f"{prefix}{key}."))
-        else:
-            flat[prefix + key] = value if isinstance(value, int | float | str) else str(value)
-    return flat
-
-
-def _warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr, flush=True)
-
-
-def _short(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"

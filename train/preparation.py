@@ -22,7 +22,7 @@ from headstart.decode.selfcheck import check_target
 from headstart.errors import ANOTHER_IS_GONE, HeadstartError, RecipeError, TrainingError, disk_fault
 from headstart.heads.vocab import DraftVocab
 from headstart.light_target import load_recipe_light_target
-from headstart.recipe import Recipe, load_recipe, quoted, refuse_unbuilt, smoke
+from headstart.recipe import Recipe, load_recipe, quoted, smoke
 from headstart.recipe_smoke import RANDOM
 from headstart.recipe_target import load_recipe_target, settle_dtypes
 from headstart.target import Target
@@ -96,7 +96,6 @@ def read_recipe(arguments: argparse.Namespace, *head_types: str) -> tuple[Recipe
             f"`headstart train --recipe {arguments.recipe}` finds the right one"
         )
     recipe, replaced = smoke(recipe) if arguments.smoke else (recipe, [])
-    refuse_unbuilt(recipe)
     if recipe.train.dtype == "float16":
         raise RecipeError("`train.dtype: float16` would need loss scaling; use bfloat16 or float32")
     return recipe, replaced
