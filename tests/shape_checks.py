@@ -1,8 +1,8 @@
 """`--typecheck-shapes`: every signature of headstart is checked at run time by beartype, shapes by jaxtyping.
 
 jaxtyping's import hook decorates every function of a module with `jaxtyping.jaxtyped`, which binds each call to the
-signature and checks its arguments twice: most of the time of a decoder that calls small functions. `checked` below takes
-its place there and asks as much: one beartype wrapper, which looks at arguments and result, within one context of
+signature and checks its arguments twice: most of the time of a decoder that calls small functions. `checked` below
+takes its place there and asks as much: one beartype wrapper, which looks at arguments and result, within one context of
 jaxtyping, which holds the sizes of the axes, and without a context where no annotation has any.
 """
 
@@ -12,7 +12,9 @@ import dataclasses
 import functools
 import inspect
 import typing
+from collections import Counter
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 import jaxtyping
@@ -21,6 +23,9 @@ from beartype.roar import BeartypeCallHintViolation
 from jaxtyping import AbstractArray
 
 jaxtyped = jaxtyping.jaxtyped
+OFTEN = 50
+_made: Counter[CodeType] = Counter()
+"""How often a function within a function was made."""
 
 
 def install() -> None:
@@ -49,6 +54,10 @@ def checked_function(function: Callable) -> Callable:
     if inspect.isgeneratorfunction(function):
         return jaxtyped(function, typechecker=beartype)
     if not getattr(function, "__annotations__", None):
+        return function
+    # one that a loop makes anew each time costs more to wrap than to run: its later copies go unchecked
+    _made[function.__code__] += 1
+    if _made[function.__code__] > OFTEN:
         return function
     # by name, as modules that are imported for the type checker alone leave names that nothing stands for
     hints = {name: resolved(hint, function) for name, hint in function.__annotations__.items()}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from beartype.roar import BeartypeCallHintViolation
 from jaxtyping import Float, Int, TypeCheckError
-from shape_checks import checked
+from shape_checks import OFTEN, checked
 from torch import Tensor
 
 from headstart.decode.sampling import SamplingSettings, draw
@@ -82,6 +82,20 @@ def test_what_cannot_be_known_at_run_time_is_not_asked_and_the_rest_is():
     assert mixed("anything", 3) == mixed(3) == 1
     with pytest.raises(WRONG):
         mixed("anything", 0.5)
+
+
+def test_a_function_that_is_made_anew_each_time_is_checked_at_first():
+    def made(number):
+        @checked
+        def inner(value: int) -> int:
+            return number
+
+        return inner
+
+    for number in range(OFTEN):
+        with pytest.raises(WRONG):
+            made(number)("one")
+    assert made(3)("one") == 3
 
 
 def test_generators_too():
