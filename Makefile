@@ -29,7 +29,7 @@ lint: setup
 	$(VENV)/bin/basedpyright
 
 test: setup
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n $(WORKERS) --typecheck-shapes
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n $(WORKERS) --dist worksteal --typecheck-shapes
 
 quickstart: setup
 	$(PY) scripts/quickstart.py
@@ -65,7 +65,7 @@ soak: setup
 	OMP_NUM_THREADS=1 $(PY) tests/soak.py --minutes 30 --output runs/soak.json
 
 test-slow: $(VENV)/.ready-slow
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow -n $(WORKERS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow -n $(WORKERS) --dist worksteal
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

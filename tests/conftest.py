@@ -23,6 +23,11 @@ def pytest_configure(config):
     torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items):
+    """Installing the wheel is one test of minutes: it comes first, or the other workers wait for it in the end."""
+    items.sort(key=lambda item: item.get_closest_marker("network") is None)
+
+
 def pytest_collection_finish(session):
     """What is imported by now stays: the garbage collector need not walk over all of torch and transformers again."""
     gc.collect()
