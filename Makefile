@@ -33,7 +33,7 @@ docs: setup
 	$(PY) scripts/recipe_page.py
 
 test: setup
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n $(WORKERS) --typecheck-shapes
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n $(WORKERS) --dist worksteal --typecheck-shapes
 
 quickstart: setup
 	$(PY) scripts/quickstart.py
@@ -81,7 +81,7 @@ soak: setup
 	OMP_NUM_THREADS=1 $(PY) tests/soak.py --minutes 30 --output runs/soak.json
 
 test-slow: $(VENV)/.ready-slow
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow -n $(WORKERS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow -n $(WORKERS) --dist worksteal
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

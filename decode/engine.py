@@ -14,6 +14,7 @@ from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -371,11 +372,12 @@ class Engine:
         """For drawn trees, one more number for each draft, from the row's second stream: does it stay? Else nothing."""
         if tree.drawn is None:
             return []
-        drafted = tree.topology.valid[:, 1:].cpu()
-        trials = torch.zeros(drafted.shape, dtype=torch.float64)
-        for row, nodes in enumerate(drafted):
-            if tree.drawn.sampled[row]:
-                trials[row, nodes] = torch.from_numpy(self.rows.streams[row].random(int(nodes.sum())))
+        tried = tree.topology.valid[:, 1:].cpu() & torch.tensor(tree.drawn.sampled)[:, None]
+        trials = torch.zeros(tried.shape, dtype=torch.float64)
+        counts = zip(self.rows.streams, tried.sum(1).tolist(), strict=True)
+        numbers = [stream.random(count) for stream, count in counts if count]
+        if numbers:
+            trials[tried] = torch.from_numpy(np.concatenate(numbers))
         return [trials.to(self.rows.device)]
 
     def _end(

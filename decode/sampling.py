@@ -12,11 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from operator import attrgetter
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from numpy.random.bit_generator import ISeedSequence
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
@@ -101,10 +103,6 @@ class SamplingSettings:
         """Whether the text has the target's own distribution, whatever was drafted."""
         return self.lossy is None or self.greedy
 
-    def distribution_key(self) -> tuple:
-        """Rows with equal keys share their logits processing."""
-        return (self.temperature, self.top_k, self.top_p, self.min_p)
-
     def warpers(self) -> LogitsProcessorList:
         """transformers' own warpers, in its order."""
         warpers = LogitsProcessorList([TemperatureLogitsWarper(float(self.temperature))])
@@ -124,7 +122,22 @@ class SamplingSettings:
     def draft_stream(self) -> np.random.Generator:
         """The row's second stream, for drafts and their trials: a generator of another kind, so that no seed's second
         stream is any seed's first. (torch's keeps 32 bits of a seed: an offset would not tell streams apart.)"""
-        return np.random.Generator(np.random.Philox(key=self.seed))
+        bits = np.random.Philox(_NO_SEED)  # pyright: ignore[reportArgumentType]  (stubs leave ISeedSequence out)
+        state = bits.state
+        state["state"]["key"][0] = self.seed
+        bits.state = state
+        return np.random.Generator(bits)
+
+
+class _NoSeed(ISeedSequence):
+    """Philox follows from its key alone. Given only that, numpy seeds it from the operating system first and writes the
+    key over it then, which takes longer than the rest of a row's way into a batch."""
+
+    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> np.ndarray:
+        return np.zeros(n_words, dtype)
+
+
+_NO_SEED = _NoSeed()
 
 
 def probabilities(logits: Float[Tensor, "rows vocab"], settings: SamplingSettings) -> Float[Tensor, "rows vocab"]:
@@ -186,10 +199,13 @@ def choose(
     return tokens
 
 
+_distribution_key = attrgetter("temperature", "top_k", "top_p", "min_p")
+"""Rows with equal keys share their logits processing. No method: it is asked for every row in every level of a step."""
+
+
 def group_by_distribution(settings: Sequence[SamplingSettings]) -> list[list[int]]:
     """Rows that share their logits processing, together; greedy rows are in no group."""
     groups: dict[tuple, list[int]] = {}
-    for row, setting in enumerate(settings):
-        if not setting.greedy:
-            groups.setdefault(setting.distribution_key(), []).append(row)
-    return list(groups.values())
+    for row, key in enumerate(map(_distribution_key, settings)):
+        groups.setdefault(key, []).append(row)
+    return [rows for key, rows in groups.items() if key[0] != 0]

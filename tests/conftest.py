@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,9 +15,20 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     if config.getoption("--typecheck-shapes"):
-        from jaxtyping import install_import_hook
+        import shape_checks
 
-        install_import_hook("headstart", "beartype.beartype")
+        shape_checks.install()
     import torch
 
     torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    """Installing the wheel is one test of minutes: it comes first, or the other workers wait for it in the end."""
+    items.sort(key=lambda item: item.get_closest_marker("network") is None)
+
+
+def pytest_collection_finish(session):
+    """What is imported by now stays: the garbage collector need not walk over all of torch and transformers again."""
+    gc.collect()
+    gc.freeze()

@@ -211,6 +211,13 @@ def prompts_of(lengths: Sequence[int], vocab: int, seed: int = 0) -> list[list[i
     return [torch.randint(0, vocab, (length,), generator=generator).tolist() for length in lengths]
 
 
+def assert_all_close(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], tolerance: float) -> None:
+    """All pairs in one comparison: each call of `assert_close` takes longer than a step of a tiny model."""
+    assert all(one.shape == other.shape for one, other in pairs)
+    ours, theirs = (torch.cat([pair[side].flatten() for pair in pairs]) for side in (0, 1))
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
 def plant_stale_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that every exactness check must find: at each roll-back, in all layers, the last accepted token's keys
     and values are those of a rejected node."""

@@ -133,9 +133,10 @@ def test_every_drafter_writes_what_transformers_does_under_the_same_processors(n
     settings = SamplingSettings(**CASES[name][0])
     changed = sum(one != other for one, other in zip(answers(name), answers(None), strict=True))
     assert changed >= len(prompts()) // 2, "the setting matters"
-    for drafter in drafters(name).values():
-        for batch_size in (1, 3):
-            assert decode(drafter, settings, batch_size) == answers(name)
+    for kind, drafter in drafters(name).items():
+        # alone too, with the drafter whose rows accept all, some and none
+        for batch_size in (1, 3) if kind == "mixed sparse25" else (3,):
+            assert decode(drafter, settings, batch_size) == answers(name), (kind, batch_size)
 
 
 def test_rows_of_one_batch_keep_their_own_settings():

@@ -322,6 +322,9 @@ def test_the_second_stream_is_uniform_and_shares_nothing_with_the_first():
     for name, (one, other) in pairs.items():
         assert stats.chi2_contingency(np.histogram2d(one, other, bins=8)[0]).pvalue > 1e-3, name
     assert not set(numbers.flatten()) & set(first.flatten())
+    for seed in (0, 7, 2**63 - 1):
+        by_key = np.random.Generator(np.random.Philox(key=seed))
+        assert np.array_equal(SamplingSettings(seed=seed).draft_stream().random(9), by_key.random(9))
     assert SamplingSettings(seed=2**32 + 1).draft_stream().random() != numbers[1, 0]  # all bits of a seed count
 
 

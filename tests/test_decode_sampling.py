@@ -211,6 +211,13 @@ def no_garbage_collection():
         gc.enable()
 
 
+def with_seed(settings: SamplingSettings, seed: int) -> SamplingSettings:
+    """`dataclasses.replace`, without checking all the other settings again."""
+    copied = object.__new__(SamplingSettings)
+    copied.__dict__.update(vars(settings), seed=seed)
+    return copied
+
+
 @dataclass
 class Sample:
     counts: np.ndarray
@@ -221,12 +228,9 @@ class Sample:
 
 def sample(drafter: Drafter, setting: str, draws: int, first_seed: int, target: Target | None = None) -> Sample:
     """`draws` answers of three tokens, each with a seed of its own. target: another one than `small_target`."""
+    base = SamplingSettings(**SETTINGS[setting])
     requests = (
-        Request(
-            prompt_ids=PROMPT,
-            max_new_tokens=NEW_TOKENS,
-            settings=SamplingSettings(**SETTINGS[setting], seed=seed),
-        )
+        Request(prompt_ids=PROMPT, max_new_tokens=NEW_TOKENS, settings=with_seed(base, seed))
         for seed in range(first_seed, first_seed + draws)
     )
     engine = Engine(target or small_target(), drafter, batch_size=4096, budget=8)

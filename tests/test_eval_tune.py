@@ -97,6 +97,7 @@ def test_trees_are_tuned_for_every_number_of_rows(tmp_path, capsys):
     assert sizes == {1: 2, 2: 3, 3: 3, 4: 4, 9: 4}, "the next smaller number of rows that was tuned"
 
 
+@pytest.mark.parametrize("eagle_run", ["eagle3"], indirect=True)
 def test_dynamic_trees_are_tuned_beside_static_ones(eagle_run, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")  # or the headings of the table are broken into lines
     trees = tune.run(str(eagle_run))
@@ -128,7 +129,11 @@ def test_a_report_compares_the_plans_of_a_head(eagle_run, tmp_path):
     assert report["details"]["identity"]["passed"]
 
 
-def test_another_target_can_be_named_and_is_compared_with_the_heads_own(tmp_path):
+def test_another_target_can_be_named_and_is_compared_with_the_heads_own(tmp_path, monkeypatch):
+    seconds = dict.fromkeys((1, *SIZES), 1.0)  # measured in the tests above
+    costs = CostCurve(seconds=seconds, context_length=1, rows=1, device="cpu", dtype="float32")
+    monkeypatch.setattr(tune, "measure_costs", lambda target, rows: costs)
+    monkeypatch.setattr(tune, "dtype_advice", lambda *_: None)
     run = make_run(tmp_path, tiny.target("llama"), head_cases.head_for(tiny.target("llama"), num_heads=2))
     moved = tiny.save(tmp_path / "moved", "llama")
     tune.run(str(run), target=str(moved))

@@ -129,10 +129,11 @@ def test_launched_by_accelerate_two_processes_equal_one(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("script", [["train/medusa.py"], ["-m", "headstart.train.medusa"]])
-def test_launch_lines(tmp_path, script):
+def test_launch_lines(tmp_path):
+    """`-m headstart.train.medusa` is launched from the wheel, in test_wheel.py."""
     one_process = ["--cpu", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no"]
-    words = [*ACCELERATE, *one_process, "--dynamo_backend", "no", *script, "--recipe", "llama70b.yaml", "--smoke"]
+    words = [*ACCELERATE, *one_process, "--dynamo_backend", "no"]
+    words += ["train/medusa.py", "--recipe", "llama70b.yaml", "--smoke"]
     text = launch([*words, "--output", str(tmp_path)], tmp_path)
     assert "world size 1" in text and (tmp_path / "llama70b-smoke/head/head.safetensors").is_file()
 
