@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import threading
 from pathlib import Path
 
 import pytest
 import train_cases as cases
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+from parallel import ended, fork
 
 from headstart.train import metrics
 from headstart.train.metrics import drop_lines_after, plain_numbers, read_metrics
@@ -92,6 +95,36 @@ def test_a_tracker_that_fails_never_stops_a_run(tmp_path, tracker, capsys, call)
     assert len(read_metrics(tmp_path / "run/metrics.jsonl")) == 12
     if call == "log":
         assert [entry[0] for entry in tracker.calls].count("log") == 1
+
+
+def test_a_tracker_that_never_finishes_is_left_behind(tmp_path, tracker, monkeypatch, capsys):
+    """As wandb does when its server goes away in the middle of a run."""
+    never = threading.Event()
+    monkeypatch.setattr(tracker, "finish", lambda self: never.wait())
+    monkeypatch.setattr(metrics, "FINISH_SECONDS", 0.2)
+    progress = cases.training(tmp_path / "run", cases.recipe(*TRACKED)).finish()
+    never.set()
+    assert progress.step == 8 and len(read_metrics(tmp_path / "run/metrics.jsonl")) == 12
+    assert "the tracker wandb did not finish (TimeoutError: still busy after 0.2 s)" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_wandb_server_that_never_answers_costs_a_bounded_wait(tmp_path):
+    """The real package, online, against a server that takes connections and says nothing; in a process of its own, as
+    wandb keeps one beside it."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen(50)
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+
+        def work() -> None:
+            os.environ |= {"WANDB_BASE_URL": address, "WANDB_API_KEY": "a" * 40, "WANDB_INIT_TIMEOUT": "5"}
+            os.environ |= {"WANDB_CONFIG_DIR": str(tmp_path), "WANDB_MODE": "online"}
+            assert cases.training(tmp_path / "run", cases.recipe(*TRACKED)).finish().step == 8
+
+        assert ended([fork(work, tmp_path / "log")], 90) == [0], (tmp_path / "log").read_text()
+    assert len(read_metrics(tmp_path / "run/metrics.jsonl")) == 12
+    assert (tmp_path / "log").read_text().count("warning: the tracker wandb could not be started") == 1
 
 
 def test_a_tracker_that_is_not_installed_never_stops_a_run(tmp_path, monkeypatch, capsys):

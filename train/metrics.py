@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,11 @@ from headstart.atomic import write_text
 from headstart.errors import naming
 from headstart.recipe import Recipe
 from headstart.train.run_folder import RunFolder
+
+START_SECONDS = 30
+"""How long all processes wait for wandb's server, whose own limit is 90; $WANDB_INIT_TIMEOUT says otherwise."""
+FINISH_SECONDS = 60.0
+"""How long a tracker may take to send the rest."""
 
 
 class Metrics:
@@ -67,9 +73,28 @@ class Metrics:
             self._file.close()
         for name, tracker in self._trackers.items():
             try:
-                tracker.finish()
+                within(FINISH_SECONDS, tracker.finish)
             except Exception as error:
                 _warn(f"the tracker {name} did not finish ({_short(error)})")
+
+
+def within(seconds: int | float, work: Callable[[], Any]) -> None:
+    """`work()` in a thread of its own; raises what it raises, or TimeoutError once so many seconds have gone."""
+    faults: list[Exception] = []
+
+    def guarded() -> None:
+        try:
+            work()
+        except Exception as error:
+            faults.append(error)
+
+    thread = threading.Thread(target=guarded, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"still busy after {seconds:g} s")
+    if faults:
+        raise faults[0]
 
 
 def start_tracker(name: str, run: RunFolder, recipe: Recipe) -> GeneralTracker | None:
@@ -77,6 +102,7 @@ def start_tracker(name: str, run: RunFolder, recipe: Recipe) -> GeneralTracker |
     if name not in {str(available) for available in get_available_trackers()}:
         _warn(f"logging.trackers: {name} is not installed (pip install {name}); going on with {run.metrics.name} alone")
         return None
+    os.environ.setdefault("WANDB_INIT_TIMEOUT", str(START_SECONDS))
     options = {"id": run.run_id, "name": recipe.name, "resume": "allow", "dir": str(run.path)}  # wandb's own
     try:
         tracker = LOGGER_TYPE_TO_CLASS[name](recipe.logging.project, **options)
