@@ -26,6 +26,7 @@ from headstart.data.formats import parse
 from headstart.data.messages import Conversation, SkipRow, check_exchange
 from headstart.data.reports import SkipReport
 from headstart.errors import DataError
+from headstart.hub import look_for_hub
 from headstart.recipe import Recipe, Source
 
 SUFFIXES = (".jsonl", ".ndjson", ".jsonl.gz", ".json", ".parquet")
@@ -269,6 +270,7 @@ def _hub_rows(source: Source, share: Share | None) -> tuple[Any, bool]:
     name = display_name(source)
     # a limit of rows must not download the whole set
     streaming = source.limit is not None or share is not None
+    look_for_hub()
     try:
         rows = datasets.load_dataset(source.source, source.subset, split=source.split, streaming=streaming)
     except _hub_faults() as error:

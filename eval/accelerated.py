@@ -295,6 +295,8 @@ def evaluate(
     plans = plan_drafters(names, trained.head, recipe.eval, accelerated.allow_other_target)
     known = load_questions(recipe, trained.target.tokenizer) if questions is None else questions
     report = measure(replace(trained, recipe=recipe), plans, choose(known, recipe.eval.num_prompts))
+    if questions is not None:
+        report["details"]["settings"]["prompts"] = "given by the caller"
     if output is not None:
         write_report(report, Path(output))
     return report

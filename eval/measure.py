@@ -136,8 +136,6 @@ def measure(
     by_temperature = reports(first_rows, [first_temperature, *more_temperatures])
     by_rows = [by_temperature[0], *(reports(rows, [first_temperature])[0] for rows in more_rows)]
     _, report = next(iter(by_temperature[0].items()))
-    if given is not None:
-        report["details"]["settings"]["prompts"] = "given by the caller"
     labels = ["temperature " + f"{one:g}" for one in (first_temperature, *more_temperatures)]
     report["details"]["drafters"] = [line(_without_path(name), one) for name, one in by_temperature[0].items()]
     report["details"]["temperatures"] = _lines(labels, by_temperature)

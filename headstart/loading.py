@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from headstart import bundled
 from headstart.errors import TargetError
+from headstart.hub import look_for_hub
 
 DTYPES = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32", "float64")}
 
@@ -148,4 +149,5 @@ def locate(name: str) -> tuple[str, dict[str, Any]]:
         return str(path), {}
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) or path.suffix == ".gguf":
         raise TargetError(f"there is no folder {name}; name a folder that holds a model, a hub id, or {bundled.NAME}")
+    look_for_hub()
     return name, {}

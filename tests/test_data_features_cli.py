@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,8 @@ import torch
 import train_cases as cases
 
 from headstart import cli
-from headstart.data.feature_cache import FeatureCache
+from headstart.data import distill
+from headstart.data.feature_cache import FeatureCache, FeatureWriter
 from headstart.data.feature_key import cache_key
 from headstart.heads.store import build_head, save_head
 from headstart.recipe import load_recipe
@@ -111,6 +113,52 @@ def test_an_eagle3_recipe_keeps_the_layers_that_its_head_reads(folder):
     (folder / "tiny.yaml").write_text(RECIPE.replace("type: medusa, num_heads: 2", "type: eagle3, layers: [1, 2, 4]"))
     assert run() == 0
     assert opened(folder, layers=(1, 2, 4)).layers == [1, 2]
+
+
+def signalled_at(monkeypatch, owner: object, name: str, call: int) -> None:
+    """This process gets SIGTERM within that call of a function."""
+    plain, calls = getattr(owner, name), []
+
+    def then(*words, **named):
+        calls.append(1)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return plain(*words, **named)
+
+    monkeypatch.setattr(owner, name, then)
+
+
+def test_sigterm_keeps_the_rows_that_are_computed_and_the_same_command_goes_on(folder, capsys, monkeypatch):
+    assert run("--output", "straight") == 0
+    with monkeypatch.context() as patched:
+        signalled_at(patched, FeatureWriter, "add", 6)
+        before = signal.getsignal(signal.SIGTERM)
+        assert run() == 143 and signal.getsignal(signal.SIGTERM) is before
+    said = capsys.readouterr().err
+    assert said.endswith("stopped by SIGTERM; what is finished is kept, and the same command goes on\n"), said
+    assert len(opened(folder)) == 5
+    assert run() == 0
+    straight, gone_on = opened(folder, "straight"), opened(folder)
+    assert set(straight.hashes()) == set(gone_on.hashes())
+    for row in straight.hashes():
+        assert torch.equal(straight.read(row)["final"], gone_on.read(row)["final"])
+
+
+def test_sigterm_keeps_the_answers_that_are_finished_and_their_states(folder, capsys, monkeypatch):
+    words = ["data", "distill", "--recipe", "tiny.yaml", "--device", "cpu", "--set", "data.distill.max_new_tokens=4"]
+    assert cli.main([*words, "--output", "straight.jsonl"]) == 0
+    words += ["--output", "answers.jsonl", "--features", "states"]
+    with monkeypatch.context() as patched:
+        signalled_at(patched, distill, "_append", 4)
+        assert cli.main(words) == 143
+    assert "stopped by SIGTERM; what is finished is kept" in capsys.readouterr().err
+    finished = (folder / "answers.jsonl").read_bytes()
+    assert finished.count(b"\n") == 3 and finished.endswith(b"\n")
+    assert opened(folder, "states").num_tokens() > 0, "their states are on the disk too"
+    assert cli.main(words) == 0
+    lines = (folder / "answers.jsonl").read_bytes()
+    assert lines.startswith(finished), "what was finished is as it was"
+    assert sorted(lines.splitlines()) == sorted((folder / "straight.jsonl").read_bytes().splitlines())
 
 
 def test_two_processes_write_what_one_does(folder):

@@ -38,6 +38,7 @@ ORDER = (
         "headstart.bypass",
         "headstart.device_kind",
         "headstart.fingerprint",
+        "headstart.hub",
         "headstart.light_target",
         "headstart.loading",
         "headstart.quantised_linear",
