@@ -68,6 +68,14 @@ def speedup_interval(
     )
 
 
+def group_sums(groups: Sequence[int], values: Sequence[Number]) -> list[Number]:
+    """The sum over each group, in order of the groups: prompts that were decoded together are drawn together."""
+    sums: dict[int, Number] = dict.fromkeys(sorted(groups), 0)
+    for group, value in zip(groups, values, strict=True):
+        sums[group] += value
+    return list(sums.values())
+
+
 def more_often(first: Sequence[bool], second: Sequence[bool]) -> float:
     """p value of the one-sided exact McNemar test that `first` is true more often than `second` on the same prompts.
 
