@@ -22,6 +22,7 @@ from rich.console import Console
 
 from headstart.atomic import write_text
 from headstart.errors import HeadstartError, refuse_unwritable
+from headstart.eval.acceptance import Number
 from headstart.eval.compare_page import show, to_html, to_markdown
 from headstart.eval.intervals import group_sums
 from headstart.eval.paired import ratio_difference, speedup_difference
@@ -102,11 +103,11 @@ def compare(records: Sequence[RunRecord], reference: RunRecord) -> Comparison:
     }
 
 
-def _tau(record: RunRecord) -> float | None:
+def _tau(record: RunRecord) -> Number | None:
     return record.report["acceptance_length"]
 
 
-def _speedup(record: RunRecord) -> float | None:
+def _speedup(record: RunRecord) -> Number | None:
     return record.report["speedup"]
 
 
@@ -237,10 +238,10 @@ def _pairs(one: RunRecord, other: RunRecord) -> tuple[list[tuple[dict[str, Any],
     return [(ours[key], theirs[key]) for key in same], len(ours) - len(same)
 
 
-def _counts(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]], side: int, *keys: str) -> list[list[float]]:
+def _counts(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]], side: int, *keys: str) -> list[list[Number]]:
     """Sums of one side by what was decoded together, which hangs together: a question with its turns."""
     groups = [ours["group"] for ours, _ in pairs]
-    sums = [group_sums(groups, [float(pair[side][key]) for pair in pairs]) for key in keys]
+    sums = [group_sums(groups, [pair[side][key] for pair in pairs]) for key in keys]
     return [list(row) for row in zip(*sums, strict=True)]
 
 
@@ -257,7 +258,7 @@ def _leader(records: Sequence[RunRecord], key: str) -> dict[str, Any]:
     return found
 
 
-def pareto(points: Sequence[tuple[float | None, float | None]]) -> list[int]:
+def pareto(points: Sequence[tuple[Number | None, Number | None]]) -> list[int]:
     """The places of those (cost, gain) that no other beats in one and equals or beats in the other, cheapest first."""
     known = [(cost, gain, place) for place, (cost, gain) in enumerate(points) if cost is not None and gain is not None]
     front = [

@@ -15,11 +15,15 @@ from headstart.eval.report import fill, html_table, markdown_table
 from headstart.eval.tables import DEPTHS_SHOWN, Table, number
 
 Comparison = dict[str, Any]
+Runs = Sequence[tuple[str, dict[str, Any]]]
+"""The figures of every run with its number, perhaps with its name."""
 MEANING = {"speedup": "speedup", "acceptance_length": "τ"}
 FRONT = {"step_cost": "τ for its step", "parameters": "speedup for its size"}
 """What no other run gives more of for less, where a run is on the front."""
 RAYS = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0)
-SHORTEST = 40
+RUNS, ON_TERMINAL = "Runs", 6
+"""The table of all figures, and how many of its columns a narrow terminal has room for."""
+LONGEST = 40
 """Letters of a setting's value in a table."""
 
 
@@ -45,45 +49,42 @@ def findings(comparison: Comparison) -> list[str]:
     return said
 
 
-def tables(comparison: Comparison) -> list[Table]:
-    """All tables; runs have the numbers of the first."""
-    found = [_runs(comparison), _differences(comparison), _training(comparison), _settings(comparison)]
+def tables(comparison: Comparison, *, named: bool = True) -> list[Table]:
+    """All tables. named: a run has its name beside its number, else the number alone, where there is little room."""
+    runs = [(f"{place} {run['name']}" if named else str(place), run) for place, run in enumerate(comparison["runs"], 1)]
+    found = [_runs(runs), _differences(comparison, runs), _training(runs), _settings(comparison)]
     return [table for table in found if table.rows]
 
 
-def _numbered(comparison: Comparison) -> list[tuple[str, dict[str, Any]]]:
-    return [(str(place), run) for place, run in enumerate(comparison["runs"], 1)]
-
-
-def _runs(comparison: Comparison) -> Table:
+def _runs(runs: Runs) -> Table:
     rows = [
         [
-            f"{place} {run['name']}",
+            label,
             _with(run, "speedup"),
             _with(run, "acceptance_length"),
             " ".join(number(share).lstrip("0") for share in run["by_depth"][:DEPTHS_SHOWN]) or "-",
             number(run["step_cost"]),
-            str(run["nodes"]),
             f"{run['parameters'] / 1e6:.2f}",
+            str(run["nodes"]),
             "n/a" if run["bytes"] is None else f"{run['bytes'] / 2**20:.2f}",
             {True: "holds", False: "FAILS", None: "-"}[run["identity"]],
             ", ".join(FRONT[name] for name in run["front"]) or "-",
         ]
-        for place, run in _numbered(comparison)
+        for label, run in runs
     ]
-    header = ["run", "speedup", "τ", "by depth", "step cost", "nodes", "M parameters", "MiB", "identity", "most"]
+    header = ["run", "speedup", "τ", "by depth", "step cost", "M parameters", "nodes", "MiB", "identity", "most"]
     note = (
         "Fastest first. Step cost: seconds of a drafted step over those of a plain one; speedup = τ / step cost, end "
         "effects apart. By depth: of the steps that accepted all drafts before it, the share that accepted this one. "
         "Size: what is shipped, the target's own rows apart. Most: no other run has more of it for less. Intervals: "
         "95%, by bootstrap over prompts. Answers that loop are left out."
     )
-    return Table("Runs", header, rows, note)
+    return Table(RUNS, header, rows, note)
 
 
-def _differences(comparison: Comparison) -> Table:
+def _differences(comparison: Comparison, runs: Runs) -> Table:
     rows = []
-    for place, run in _numbered(comparison):
+    for label, run in runs:
         one = comparison["differences"].get(run["name"])
         if one is None or "refused" in one:
             continue
@@ -93,21 +94,19 @@ def _differences(comparison: Comparison) -> Table:
         remarks = [f"{one['looping']} that loop left out"] * bool(one["looping"])
         remarks += [f"{one['other_context']} on other earlier answers left out"] * bool(one["other_context"])
         remarks += [f"speedups are not paired: {one['speedup_refused']}"] * bool(one["speedup_refused"])
-        rows.append([f"{place} {run['name']}", *cells, str(one["answers"]), "; ".join(remarks)])
+        rows.append([label, *cells, str(one["answers"]), "; ".join(remarks)])
     note = "Paired by answer: what prompts have in common cancels. An interval that holds 0 tells nothing apart."
     header = ["less the reference", "speedup", "τ", "answers", ""]
     return Table(f"Against {comparison['reference']}", header, rows, note, words=[4])
 
 
-def _training(comparison: Comparison) -> Table:
+def _training(runs: Runs) -> Table:
     rows = []
-    for place, run in _numbered(comparison):
+    for label, run in runs:
         cost = run["training"]
         if cost is not None:
             seconds = [number(cost[key], 0) for key in ("cpu_seconds", "device_seconds")]
-            rows.append(
-                [f"{place} {run['name']}", f"{cost['steps']:,}", f"{cost['tokens']:,}", *seconds, cost["device"]]
-            )
+            rows.append([label, f"{cost['steps']:,}", f"{cost['tokens']:,}", *seconds, cost["device"]])
     note = (
         "Steps alone: evaluations, checkpoints, and states that were computed beforehand are not in it. CPU seconds "
         "are those of all threads, device seconds are wall time times processes."
@@ -118,18 +117,18 @@ def _training(comparison: Comparison) -> Table:
 
 def _settings(comparison: Comparison) -> Table:
     names = [run["name"] for run in comparison["runs"]]
+    places = [str(place) for place, _ in enumerate(names, 1)]
     rows = [
         [key, *(_value(values[name]) if name in values else "-" for name in names)]
         for key, values in comparison["differing"].items()
     ]
     note = "Numbers are those of the runs above; -: no such setting."
-    header = ["setting", *(place for place, _ in _numbered(comparison))]
-    return Table("What differs in their recipes", header, rows, note)
+    return Table("What differs in their recipes", ["setting", *places], rows, note)
 
 
 def _value(value: Any) -> str:
     words = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-    return words if len(words) <= SHORTEST else f"{words[: SHORTEST - 1]}…"
+    return words if len(words) <= LONGEST else f"{words[: LONGEST - 1]}…"
 
 
 def _with(run: dict[str, Any], key: str) -> str:
@@ -137,16 +136,19 @@ def _with(run: dict[str, Any], key: str) -> str:
 
 
 def show(comparison: Comparison, console: Console) -> None:
-    """On a terminal; names fold where it is narrow."""
+    """On a terminal, which may be narrow: names stand above the tables, which have their numbers."""
     for line in comparison["conditions"]:
         console.print(line, style="dim", highlight=False)
-    for table in tables(comparison):
+    for place, run in enumerate(comparison["runs"], 1):
+        console.print(f"{place} {run['name']}", highlight=False)
+    for table in tables(comparison, named=False):
         drawn = RichTable(title=table.title, title_justify="left", box=None)
-        for place, heading in enumerate(table.header):
+        columns = range(len(table.header))[: ON_TERMINAL if table.title == RUNS else None]
+        for place in columns:
             words = place == 0 or place in table.words
-            drawn.add_column(heading, justify="left" if words else "right", overflow="fold")
+            drawn.add_column(table.header[place], justify="left" if words else "right", overflow="fold")
         for row in table.rows:
-            drawn.add_row(*row)
+            drawn.add_row(*(row[place] for place in columns))
         console.print(drawn)
     for sentence in findings(comparison):
         console.print(f"- {sentence}", highlight=False)
@@ -183,7 +185,7 @@ def _title(comparison: Comparison) -> str:
 
 
 def _plots(comparison: Comparison) -> list[str]:
-    runs = _numbered(comparison)
+    runs = [(str(place), run) for place, run in enumerate(comparison["runs"], 1)]
     plots = []
     if any(run["speedup"] is not None for _, run in runs):
         title = "Speedup, 95% intervals; dashed: plain decoding"
@@ -198,7 +200,7 @@ def _plots(comparison: Comparison) -> list[str]:
     return plots
 
 
-def _scatter(runs: Sequence[tuple[str, dict[str, Any]]], title: str, across: str, up: str, words: str) -> list[str]:
+def _scatter(runs: Runs, title: str, across: str, up: str, words: str) -> list[str]:
     """A plot of the runs that have both figures; dashed: the Pareto front."""
     known = [(place, run) for place, run in runs if run[across] and run[up] is not None]
     if len(known) < 2:

@@ -92,7 +92,7 @@ def combinations(sources: Sequence[str], grids: Sequence[str], settings: Sequenc
             found += [made] if made else []
     _raise(faults)
     _refuse_twins(found)
-    _refuse_unequal(list(bases.values()), found, {grid.key for grid in parsed})
+    _refuse_unequal(list(bases.values()), found, {grid.key for grid in parsed if grid.scope is None})
     return found
 
 
@@ -210,7 +210,8 @@ def _told(one: Combination) -> str:
 
 
 def _refuse_unequal(bases: Sequence[Recipe], found: Sequence[Combination], asked: set[str]) -> None:
-    """RecipeError where recipes differ, unasked, in target, data, prompts or budget: they could not be compared."""
+    """RecipeError where recipes differ in target, data, prompts or budget: they could not be compared. asked: the keys
+    that grids vary in all of them."""
     first, *others = bases
     for other in others:
         for key in _unlike(first, other):

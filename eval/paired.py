@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from headstart.eval.acceptance import Number
-from headstart.eval.intervals import Interval, Sums, bootstrap
+from headstart.eval.intervals import Sums, bootstrap
 
 Counts = Sequence[Sequence[Number]]
 Figure = dict[str, Any]
 """`value`, and its 95% `interval` or None where fewer than two prompts say nothing about it."""
 
 
-def figure(value: Number, interval: Interval | None) -> Figure:
+def figure(value: Number, interval: Sequence[Number] | None) -> Figure:
     return {"value": value, "interval": interval}
 
 

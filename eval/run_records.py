@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.errors import DataError, HeadError, HeadstartError
+from headstart.eval.acceptance import Number
 from headstart.eval.report import HEADLINE
 from headstart.eval.tables import Report
 from headstart.heads.store import WEIGHTS, read_description
@@ -37,8 +38,8 @@ class Cost:
 
     steps: int
     tokens: int
-    cpu_seconds: float | None
-    device_seconds: float | None
+    cpu_seconds: Number | None
+    device_seconds: Number | None
     device: str
 
 

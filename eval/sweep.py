@@ -276,10 +276,12 @@ def show_plan(sweep: Sweep, console: Console) -> None:
     if not left and known:
         console.print("all of them are done")
         return
-    hours = f"{left / 3600:.1f} hours are left" if left >= 360 else f"{clock_face(left)} is left"
+    hours = f"{left / 3600:.1f} hours" if left >= 360 else f"{left / 60:.1f} minutes"
     if known:
-        console.print(f"{hours}, as the finished ones took", highlight=False)
+        console.print(f"{hours} to go, as the finished parts took", highlight=False)
     elif left:
-        console.print(f"{hours}, and the time that no run has shown yet: tuning and measuring", highlight=False)
+        console.print(
+            f"{hours} to go for what is known; tuning and measuring, the first run will tell", highlight=False
+        )
     else:
         console.print("how long that takes, the first run will tell")

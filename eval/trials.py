@@ -39,6 +39,8 @@ DONE = "complete"
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 _running: set[subprocess.Popen[bytes]] = set()
+_ended: set[int] = set()
+"""Those that were told to end: their status says nothing of their work."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,8 @@ def headstart(run: Path, *words: str, **environment: str) -> None:
     finally:
         _running.discard(child)
     _pid_file(run).unlink(missing_ok=True)
+    if child.pid in _ended:
+        raise KeyboardInterrupt
     if status:
         raise TrainingError(
             f"`headstart {words[0]}` of {run.name} ended with status {status}: {last_line(log)} (all of it: {log})"
@@ -166,6 +170,7 @@ def nothing_left_running() -> Iterator[None]:
         yield
     except BaseException:
         for child in list(_running):
+            _ended.add(child.pid)
             _end(child.pid)
         raise
     finally:
