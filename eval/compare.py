@@ -27,6 +27,7 @@ from headstart.eval.compare_page import show, to_html, to_markdown
 from headstart.eval.intervals import group_sums
 from headstart.eval.paired import ratio_difference, speedup_difference
 from headstart.eval.run_records import RunRecord, read_runs
+from headstart.recipe import Recipe
 from headstart.train.run_folder import flat
 
 SAME = ("target", "dtype"), ("temperature", "max_new_tokens")
@@ -153,19 +154,27 @@ def _conditions(records: Sequence[RunRecord]) -> list[str]:
 
 def differing(records: Sequence[RunRecord]) -> dict[str, dict[str, Any]]:
     """The settings in which recipes differ: by dotted key, the value of every run; a run whose head has no such key, or
-    that has no recipe, is left out. Steps that CPU seconds were turned into are no setting."""
-    recipes = {record.name: flat(record.recipe.model_dump(mode="json")) for record in records if record.recipe}
-    for values in recipes.values():
+    that has no recipe, is left out. Of keys that only some heads have, those at their default follow from the type.
+    Steps that CPU seconds were turned into are no setting."""
+    recipes = {record.name: record.recipe for record in records if record.recipe}
+    flattened = {name: flat(recipe.model_dump(mode="json")) for name, recipe in recipes.items()}
+    for values in flattened.values():
         if values["train.cpu_seconds"] is not None:
             del values["train.max_steps"]
-    keys = dict.fromkeys(key for values in recipes.values() for key in values)
     told = {}
-    for key in keys:
-        values = {name: of[key] for name, of in recipes.items() if key in of}
+    for key in dict.fromkeys(key for values in flattened.values() for key in values):
+        values = {name: of[key] for name, of in flattened.items() if key in of}
         distinct = {json.dumps(value) for value in values.values()}
-        if not key.startswith(UNTOLD) and (len(distinct) > 1 or len(values) < len(recipes)):
+        alone = len(values) < len(recipes) and any(not _is_default(recipes[name], key) for name in values)
+        if not key.startswith(UNTOLD) and (len(distinct) > 1 or alone):
             told[key] = values
     return told
+
+
+def _is_default(recipe: Recipe, key: str) -> bool:
+    """Whether a setting of the head is what it would be if nobody had named it."""
+    field = type(recipe.head).model_fields.get(key.removeprefix("head."))
+    return field is not None and getattr(recipe.head, key.removeprefix("head.")) == field.default
 
 
 # -- differences -------------------------------------------------------------------------------------------------------

@@ -29,23 +29,25 @@ LONGEST = 40
 
 def findings(comparison: Comparison) -> list[str]:
     """What the figures say, in sentences."""
-    said = []
+    said, runs = [], comparison["runs"]
+    numbers = {run["name"]: str(place) for place, run in enumerate(runs, 1)}
     for key, leader in comparison["leaders"].items():
-        sentence = f"highest {MEANING[key]}: {leader['name']}, {leader['value']:.2f}"
+        sentence = f"highest {MEANING[key]}: {leader['value']:.2f} by {numbers[leader['name']]} {leader['name']}"
         others = [("not told from it by these prompts", "tied"), ("not paired with it", "not_paired")]
-        parts = [f"{words}: {', '.join(leader[group])}" for words, group in others if leader[group]]
-        if not parts:
-            parts = ["all others are behind it beyond chance"]
-        said.append(f"{sentence}; {'; '.join(parts)}")
+        parts = [
+            f"{words}: {', '.join(numbers[name] for name in leader[group])}" for words, group in others if leader[group]
+        ]
+        said.append("; ".join([sentence, *(parts or ["all others are behind it beyond chance"])]))
     said += [
         f"{name} is not paired with {comparison['reference']}: {one['refused']}"
         for name, one in comparison["differences"].items()
         if "refused" in one
     ]
-    failed = [run["name"] for run in comparison["runs"] if run["identity"] is False]
+    failed = [run["name"] for run in runs if run["identity"] is False]
     said += [f"{name} fails the check of identity: its texts are not the target's own" for name in failed]
-    unchecked = [run["name"] for run in comparison["runs"] if run["identity"] is None]
-    said += [f"identity was not checked for {', '.join(unchecked)}"] * bool(unchecked)
+    unchecked = [numbers[run["name"]] for run in runs if run["identity"] is None]
+    which = "any" if len(unchecked) == len(runs) else ", ".join(unchecked)
+    said += [f"identity was not checked for {which}"] * bool(unchecked)
     return said
 
 
@@ -127,8 +129,17 @@ def _settings(comparison: Comparison) -> Table:
 
 
 def _value(value: Any) -> str:
-    words = "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    words = _written(value)
     return words if len(words) <= LONGEST else f"{words[: LONGEST - 1]}…"
+
+
+def _written(value: Any) -> str:
+    """As a recipe has it."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_written(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_written, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _with(run: dict[str, Any], key: str) -> str:

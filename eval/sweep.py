@@ -271,14 +271,18 @@ def show_plan(sweep: Sweep, console: Console) -> None:
     key, value = sweep.found[0].budget
     same = len({one.budget for one in sweep.found}) == 1
     each = f"{key}={value:g} each" if same else "budgets as the grid says"
-    console.print(f"{len(sweep.found)} runs in {sweep.folder}, {each}, {sweep.jobs} trained at a time", highlight=False)
+    console.print(
+        f"{len(sweep.found)} runs in {sweep.folder}, {each}, {sweep.jobs} trained at a time",
+        highlight=False,
+        soft_wrap=True,
+    )
     left, known = sweep.seconds_left()
     if not left and known:
         console.print("all of them are done")
         return
     hours = f"{left / 3600:.1f} hours" if left >= 360 else f"{left / 60:.1f} minutes"
     if known:
-        console.print(f"{hours} to go, as the finished parts took", highlight=False)
+        console.print(f"{hours} to go, as the finished parts took", highlight=False, soft_wrap=True)
     elif left:
         console.print(
             f"{hours} to go for what is known; tuning and measuring, the first run will tell", highlight=False

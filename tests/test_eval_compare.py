@@ -63,6 +63,7 @@ def test_only_settings_that_differ_are_told(found):
     assert differing["head.loss"] == {"strong": "soft-ce", "eagle3": "soft-ce", "weak": "lk"}
     assert differing["train.lr"]["strong"] == 2e-3 and differing["head.type"]["eagle3"] == "eagle3"
     assert differing["head.num_heads"] == {"strong": 3, "weak": 2}, "EAGLE-3 has no such key"
+    assert differing["head.layers"] == {"eagle3": [1, 2, 3]} and "head.attention_bias" not in differing
     assert not {"name", "seed", "train.max_steps", "target.name"} & differing.keys()
 
 
@@ -168,7 +169,7 @@ def test_the_verb_prints_and_writes(runs, tmp_path, capsys, monkeypatch):
     words = ["compare", *map(str, runs), "--against", str(runs[1]), "--output", str(tmp_path / "out")]
     assert cli.main(words) == 0
     said = capsys.readouterr().out
-    assert "Against strong" in said and "highest speedup: strong" in said and "head.num_heads" in said
+    assert "Against strong" in said and "highest speedup: 1.67 by 1 strong" in said and "head.num_heads" in said
     stored = json.loads((tmp_path / "out/comparison.json").read_text())
     assert stored["reference"] == "strong" and str(tmp_path) not in json.dumps(stored)
     markdown = (tmp_path / "out/comparison.md").read_text()
