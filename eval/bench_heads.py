@@ -23,11 +23,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -43,18 +40,20 @@ from headstart.decode.cost import grow_tree, replay, replay_crosswise
 from headstart.decode.decode_copy import make_faster
 from headstart.decode.drafters.plans import chain_paths
 from headstart.decode.forecast import Recorded, rank_answer, record_rows
-from headstart.errors import HeadstartError, RecipeError, TrainingError, refuse_unwritable
-from headstart.eval.acceptance import Number, count_steps, loops
+from headstart.errors import HeadstartError, RecipeError, refuse_unwritable
+from headstart.eval.acceptance import count_steps, loops
 from headstart.eval.drafters import plan_drafter
-from headstart.eval.intervals import bootstrap, ratio_interval, speedup_interval
+from headstart.eval.intervals import ratio_interval, speedup_interval
+from headstart.eval.paired import as_text, columns, figure, pooled, quotient, ratio_difference, speedup_difference
 from headstart.eval.prompts import choose, load_questions
 from headstart.eval.timing import PLAIN, Answer, Contender, time_arms
 from headstart.eval.trained import Trained, find_head, open_trained
 from headstart.eval.trees import TREES
+from headstart.eval.trials import Trial, headstart, in_parallel, refuse_other_data, threads_each, train, write_features
 from headstart.heads.base import Head
-from headstart.heads.configs import Eagle3Config, MedusaConfig
+from headstart.heads.configs import MedusaConfig
 from headstart.heads.store import load_head
-from headstart.recipe import Recipe, load_recipe, override, quoted
+from headstart.recipe import load_recipe, override, quoted
 from headstart.target import Target
 from headstart.train.forecasting import tree_depth
 from headstart.train.run_folder import environment
@@ -63,77 +62,17 @@ TOPICS, KINDS = "held_out_topics", "held_out_kinds"
 CHAIN, SIZES = 3, (8, 16, 32)
 ARMS = {"tuned": "head", f"chain {CHAIN}": f"head@chain{CHAIN}"}
 """How each head drafts while speed is measured, as `--drafters` names it."""
-DONE = "complete"
-"""Beside the states: all of them are there."""
 AT_A_TIME = 4
 """Prompts that are decoded between two savings."""
-
-Counts = Sequence[Sequence[Number]]
-"""A row of sums for every answer; all heads have the same answers, in the same order."""
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
 
 
-def write_features(recipes: Sequence[Recipe], recipe: str, folder: Path, settings: Sequence[str]) -> None:
-    """Computes the states that any of the recipes' heads reads; `recipe` names one of them, which has the same data."""
-    layers: set[int] = set()
-    for one in recipes:
-        if isinstance(one.head, Eagle3Config):
-            if one.head.layers is None:
-                raise RecipeError(f"{one.name}: head.layers is null; name them, the states are computed beforehand")
-            layers |= set(one.head.layers)
-    words = ["data", "features", "--recipe", recipe, "--output", str(folder)]
-    words += ["--layers", ",".join(map(str, sorted(layers)))] if layers else []
-    _headstart(folder, *words, *(word for setting in settings for word in ("--set", setting)))
-
-
-def refuse_other_data(recipes: Sequence[Recipe]) -> None:
-    """RecipeError where two recipes learn from other data, or from another target."""
-    first, *others = recipes
-    for other in others:
-        for section in ("target", "data"):
-            ours, theirs = (getattr(one, section).model_dump() for one in (first, other))
-            differing = [key for key in ours if ours[key] != theirs[key] and key not in ("features", "feature_cache")]
-            if differing:
-                raise RecipeError(
-                    f"{first.name} and {other.name} differ in {section}.{differing[0]}; heads are compared on equal "
-                    f"data: --set {section}.{differing[0]}=..."
-                )
-
-
-def train_all(runs: Sequence[tuple[str, int, Path]], settings: Sequence[str], jobs: int) -> None:
-    """Trains the heads of (recipe, seed, run folder), `jobs` at a time, each with its share of the cores; heads that
-    stand already are kept, and runs that were stopped go on. Output goes to RUN.log."""
-    threads = str(max(1, (os.cpu_count() or 1) // jobs))
-
-    def train(recipe: str, seed: int, run: Path) -> None:
-        if (run / "head").is_dir():
-            return
-        words = ["train", "--recipe", recipe, "--name", run.name, "--output", str(run.parent), "--cpu"]
-        words += [word for setting in (*settings, f"seed={seed}") for word in ("--set", setting)]
-        _headstart(run, *words, *(["--resume"] if run.is_dir() else []), OMP_NUM_THREADS=threads)
-
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(lambda one: train(*one), runs))
-
-
 def tune(run: Path) -> None:
     """Tunes a head where that was not done."""
     if not (run / "head" / TREES).is_file():
-        _headstart(run, "tune", "--head", str(run))
-
-
-def _headstart(run: Path, *words: str, **environment: str) -> None:
-    """Runs one verb; what it says goes to RUN.log, where it stands also why it failed."""
-    print(f"$ headstart {' '.join(words)}", flush=True)
-    log = run.with_name(f"{run.name}.log")
-    with log.open("a", encoding="utf-8") as file:
-        command = [sys.executable, "-m", "headstart.cli", *words]
-        done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **environment})
-    if done.returncode:
-        last = log.read_text(encoding="utf-8").strip().rpartition("\n")[2]
-        raise TrainingError(f"`headstart {words[0]}` of {run.name} ended with status {done.returncode}: {last}")
+        headstart(run, "tune", "--head", str(run))
 
 
 # -- acceptance along recorded answers ---------------------------------------------------------------------------------
@@ -275,32 +214,22 @@ def compare_acceptance(found: dict[str, list[dict[str, Any]]], population: str) 
         recipe: {plan: [[seed[population]["plans"][plan][n] for n in kept] for seed in seeds] for plan in plans}
         for recipe, seeds in found.items()
     }
-    pooled = {recipe: {plan: _pooled(each) for plan, each in by_plan.items()} for recipe, by_plan in table.items()}
+    sums = {recipe: {plan: pooled(each) for plan, each in by_plan.items()} for recipe, by_plan in table.items()}
     return {
         "answers": len(kept),
         "looping": len(first["loops"]) - len(kept),
         "acceptance_length": {
             recipe: {
                 plan: {
-                    "value": _quotient(pooled[recipe][plan]),
-                    "interval": ratio_interval(*_columns(pooled[recipe][plan])),
-                    "seeds": [_quotient(seed) for seed in table[recipe][plan]],
+                    **figure(quotient(sums[recipe][plan]), ratio_interval(*columns(sums[recipe][plan]))),
+                    "seeds": [quotient(seed) for seed in table[recipe][plan]],
                 }
                 for plan in plans
             }
             for recipe in table
         },
         "differences": {
-            f"{one} - {other}": {
-                plan: {
-                    "value": _quotient(pooled[one][plan]) - _quotient(pooled[other][plan]),
-                    "interval": bootstrap(
-                        [*_columns(pooled[one][plan]), *_columns(pooled[other][plan])],
-                        lambda tokens, steps, other_tokens, other_steps: tokens / steps - other_tokens / other_steps,
-                    ),
-                }
-                for plan in plans
-            }
+            f"{one} - {other}": {plan: ratio_difference(sums[one][plan], sums[other][plan]) for plan in plans}
             for other, one in combinations(table, 2)
         },
         "by_depth": {
@@ -317,57 +246,29 @@ def compare_speed(records: Sequence[dict[str, Any]], recipes: dict[str, list[Pat
     """
     kept = [record for record in records if record["population"] == population and not record["loops"]]
     plain = [record["plain"] for record in kept]
-    pooled = {
-        (recipe, arm): _pooled([[record["arms"][f"{run.name}, {arm}"] for record in kept] for run in runs])
-        for recipe, runs in recipes.items()
-        for arm in ARMS
-    }
-
-    def speedup(sums: Counts) -> float:
-        tokens, seconds, *_ = np.sum(sums, axis=0)
-        plain_tokens, plain_seconds = np.sum(plain, axis=0)
-        return float((tokens / seconds) / (plain_tokens / plain_seconds))
-
-    def difference(tokens: Any, seconds: Any, other_tokens: Any, other_seconds: Any, one: Any, plain_s: Any) -> Any:
-        return (tokens / seconds - other_tokens / other_seconds) / (one / plain_s)
-
+    timed, steps = {}, {}
+    for recipe, runs in recipes.items():
+        for arm in ARMS:
+            sums = pooled([[record["arms"][f"{run.name}, {arm}"] for record in kept] for run in runs])
+            timed[recipe, arm], steps[recipe, arm] = [row[:2] for row in sums], [row[2:] for row in sums]
     return {
         "answers": len(kept),
         "looping": sum(record["loops"] for record in records if record["population"] == population),
         "arms": {
             f"{recipe}, {arm}": {
-                "speedup": speedup(sums),
-                "speedup_interval": speedup_interval(*_columns(sums)[:2], *_columns(plain)),
-                "acceptance_length": _quotient([row[2:] for row in sums]),
-                "acceptance_length_interval": ratio_interval(*_columns(sums)[2:]),
+                "speedup": quotient(timed[recipe, arm]) / quotient(plain),
+                "speedup_interval": speedup_interval(*columns(timed[recipe, arm]), *columns(plain)),
+                "acceptance_length": quotient(steps[recipe, arm]),
+                "acceptance_length_interval": ratio_interval(*columns(steps[recipe, arm])),
             }
-            for (recipe, arm), sums in pooled.items()
+            for recipe, arm in timed
         },
         "differences": {
-            f"{one} - {other}, {arm}": {
-                "value": speedup(pooled[one, arm]) - speedup(pooled[other, arm]),
-                "interval": bootstrap(
-                    [*_columns(pooled[one, arm])[:2], *_columns(pooled[other, arm])[:2], *_columns(plain)], difference
-                ),
-            }
+            f"{one} - {other}, {arm}": speedup_difference(timed[one, arm], timed[other, arm], plain, plain)
             for arm in ARMS
             for other, one in combinations(recipes, 2)
         },
     }
-
-
-def _pooled(seeds: Sequence[Counts]) -> Counts:
-    """Sums over the seeds, answer by answer."""
-    return np.sum(np.asarray(seeds, dtype=np.float64), axis=0).tolist()
-
-
-def _columns(counts: Counts) -> list[list[float]]:
-    return np.asarray(counts, dtype=np.float64).T.tolist()
-
-
-def _quotient(counts: Counts) -> float:
-    top, bottom = np.sum(counts, axis=0)
-    return float(top / bottom)
 
 
 def _conditional(rows: Sequence[Sequence[int]]) -> list[float]:
@@ -392,18 +293,20 @@ def run(
         if isinstance(one.head, MedusaConfig) and one.head.num_heads < CHAIN:
             raise RecipeError(f"{one.name}: head.num_heads is {one.head.num_heads}; chains of {CHAIN} are compared")
     runs = {name: [folder / f"{name}-seed{seed}" for seed in seeds] for name in names}
-    # seed by seed, so that what was done when it is stopped has all recipes
-    order = [(names[name], seed, runs[name][place]) for place, seed in enumerate(seeds) for name in names]
     cache = folder / "features"
-    if not (cache / DONE).is_file():
-        write_features(loaded, recipes[0], cache, settings)
-        write_text(cache / DONE, "")
-    offline = ["data.features=offline", f"data.feature_cache={quoted(str(cache))}"]
-    train_all(order, [*settings, *offline], jobs)
-    for *_, one in order:
-        tune(one)
+    write_features(loaded, recipes[0], cache, settings)
+    shared = [*settings, "data.features=offline", f"data.feature_cache={quoted(str(cache))}"]
+    # seed by seed, so that what was done when it is stopped has all recipes
+    trials = [
+        Trial(names[name], runs[name][place], (*shared, f"seed={seed}"))
+        for place, seed in enumerate(seeds)
+        for name in names
+    ]
+    in_parallel(lambda trial: train(trial, threads=threads_each(jobs)), trials, jobs)
+    order = [trial.run for trial in trials]
+    in_parallel(tune, order, 1)
     found = {name: measure_acceptance(each, folder) for name, each in runs.items()}
-    records = measure_speed([one for *_, one in order], questions, folder / "speed.jsonl")
+    records = measure_speed(order, questions, folder / "speed.jsonl")
     report = {
         "environment": environment(()),
         "recipes": {
@@ -428,25 +331,18 @@ def as_markdown(report: dict[str, Any]) -> str:
         lines += ["| | " + " | ".join(plans) + " | by depth |", "| --- |" + " --- |" * (len(plans) + 1)]
         for recipe, by_plan in acceptance["acceptance_length"].items():
             depths = " ".join(f"{share:.2f}".lstrip("0") for share in acceptance["by_depth"][recipe])
-            lines.append(f"| {recipe} | " + " | ".join(_cell(by_plan[plan]) for plan in plans) + f" | {depths} |")
+            lines.append(f"| {recipe} | " + " | ".join(as_text(by_plan[plan]) for plan in plans) + f" | {depths} |")
         for pair, by_plan in acceptance["differences"].items():
-            lines.append(f"| {pair} | " + " | ".join(_cell(by_plan[plan]) for plan in plans) + " | |")
+            lines.append(f"| {pair} | " + " | ".join(as_text(by_plan[plan]) for plan in plans) + " | |")
         lines += ["", f"Decoded, {speed['answers']} prompts ({speed['looping']} that loop left out):", ""]
         lines += ["| | speedup | τ |", "| --- | --- | --- |"]
         for arm, one in speed["arms"].items():
-            cells = [
-                {"value": one[key], "interval": one[f"{key}_interval"]} for key in ("speedup", "acceptance_length")
-            ]
-            lines.append(f"| {arm} | " + " | ".join(map(_cell, cells)) + " |")
+            cells = [as_text(figure(one[key], one[f"{key}_interval"])) for key in ("speedup", "acceptance_length")]
+            lines.append(f"| {arm} | " + " | ".join(cells) + " |")
         for pair, one in speed["differences"].items():
-            lines.append(f"| {pair} | {_cell(one)} | |")
+            lines.append(f"| {pair} | {as_text(one)} | |")
         lines.append("")
     return "\n".join(lines)
-
-
-def _cell(one: dict[str, Any]) -> str:
-    interval = one["interval"]
-    return f"{one['value']:.2f}" + ("" if interval is None else f" [{interval[0]:.2f}, {interval[1]:.2f}]")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -119,17 +119,18 @@ def lead(report: Report) -> str:
 
 
 def to_markdown(report: Report) -> str:
-    parts = [f"# {report['details']['title']}", lead(report), _markdown_table(headline(report))]
+    parts = [f"# {report['details']['title']}", lead(report), markdown_table(headline(report))]
     parts += [
         "\n".join(f"- {_mark(gate['passed'])} {gate['name']}: {gate['text']}" for gate in report["details"]["gates"])
     ]
     for table in tables(report):
         if not table.folded:
-            parts += [f"## {table.title}", _markdown_table(table)]
+            parts += [f"## {table.title}", markdown_table(table)]
     return "\n\n".join(parts) + "\n"
 
 
-def _markdown_table(table: Table) -> str:
+def markdown_table(table: Table) -> str:
+    """A table as GitHub shows it, its note below."""
     align = ["---" if index == 0 or index in table.words else "---:" for index in range(len(table.header))]
     rows = [table.header, align, *table.rows]
     text = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
@@ -143,14 +144,14 @@ def _mark(passed: bool | None) -> str:
 def to_html(report: Report) -> str:
     """A page that needs no network and no script."""
     details = report["details"]
-    template = Template(files("headstart.eval").joinpath("report.html").read_text(encoding="utf-8"))
     classes = {True: "good", False: "bad", None: ""}
     gate_items = "".join(
         f'<li><b class="{classes[gate["passed"]]}">{_mark(gate["passed"])}</b> '
         f"{escape(gate['name'])}: {escape(gate['text'])}</li>"
         for gate in details["gates"]
     )
-    return template.substitute(
+    return fill(
+        "report.html",
         title=escape(details["title"]),
         lead=escape(lead(report)),
         cards="".join(
@@ -159,11 +160,20 @@ def to_html(report: Report) -> str:
         ),
         gates=f"<ul>{gate_items}</ul>",
         plots="".join(_plots(report)),
-        tables="".join(map(_html_table, tables(report))),
+        tables="".join(map(html_table, tables(report))),
     )
 
 
-def _html_table(table: Table) -> str:
+def fill(template: str, **parts: str) -> str:
+    """A page of this package with its parts in place, and the style that all pages share."""
+    room = files("headstart.eval")
+    style = room.joinpath("page.css").read_text(encoding="utf-8")
+    return Template(room.joinpath(template).read_text(encoding="utf-8")).substitute(parts, style=style)
+
+
+def html_table(table: Table) -> str:
+    """A table that scrolls by itself where it is wider than the page."""
+
     def row(cells: Sequence[str], tag: str) -> str:
         marks = [' class="words"' if index in table.words and tag == "td" else "" for index in range(len(cells))]
         return "<tr>" + "".join(f"<{tag}{m}>{escape(c)}</{tag}>" for c, m in zip(cells, marks, strict=True)) + "</tr>"

@@ -7,6 +7,7 @@ Answers that loop in either arm are left out of every headline figure and shown 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from typing import Any
 
 from headstart.decode.engine import StepRecord
@@ -199,10 +200,15 @@ def _table(answers: Sequence[Answer], drafter: str, name: Callable[[Answer], str
 
 
 def _row(answer: Answer, drafter: str) -> Figures:
+    """One answer, with the sums that `eval.compare` pairs with those of another report by `prompt`, a hash of what was
+    read; `emitted` and `steps` are those of whole steps."""
     plain, drafted = answer.arms[PLAIN], answer.arms[drafter]
+    counts = count_steps([drafted.steps])
     return {
         "question": answer.question.question_id,
         "turn": answer.turn + 1,
+        "group": answer.group,
+        "prompt": sha256(repr(answer.prompt_ids).encode()).hexdigest()[:12],
         "kind": answer.question.kind,
         "prompt_tokens": len(answer.prompt_ids),
         "plain_tokens": len(plain.token_ids),
@@ -210,7 +216,11 @@ def _row(answer: Answer, drafter: str) -> Figures:
         "finish_reason": drafted.finish_reason,
         "first_difference": _difference(answer, drafter),
         "loops": _loops(answer, drafter),
-        "acceptance_length": count_steps([drafted.steps]).acceptance_length,
+        "emitted": counts.emitted,
+        "steps": counts.steps,
+        "plain_seconds": plain.seconds,
+        "drafted_seconds": drafted.seconds,
+        "acceptance_length": counts.acceptance_length,
         "speedup": _speedup([answer], drafter),
     }
 

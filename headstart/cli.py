@@ -79,6 +79,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_recipe(verb)
     verb.add_argument("--smoke", action="store_true", help="a few steps on CPU, with everything large replaced")
     verb.add_argument("--resume", action="store_true", help="go on with the run of this name")
+    verb.add_argument(
+        "--calibrate", action="store_true", help="work out the number of steps, and stop before the first"
+    )
     verb.add_argument("--name", help="name of the run; default: the recipe's")
     verb.add_argument("--output", metavar="DIR", help="where runs stand (runs)")
     verb.add_argument("--accelerate", metavar="FILE", help="launch configuration, such as eight-gpu.yaml")
@@ -155,6 +158,30 @@ def build_parser() -> argparse.ArgumentParser:
     _add_other_target(verb)
     _add_set(verb, "eval.num_prompts=3")
     _add_device(verb)
+
+    verb = _verb(
+        verbs, "sweep", _sweep, "train and measure every combination of settings at equal budget; compare them"
+    )
+    verb.add_argument(
+        "--recipe", action="append", required=True, metavar="FILE", help="a file, or a packaged recipe; several may be"
+    )
+    verb.add_argument(
+        "--grid", action="append", default=[], metavar="KEY=A,B", help="head.num_heads=3,4; of one recipe: NAME:KEY=A,B"
+    )
+    _add_set(verb)
+    verb.add_argument("--output", metavar="DIR", help="where runs and comparison go; default: runs/NAME-sweep")
+    verb.add_argument("--jobs", type=_positive, default=1, metavar="N", help="heads trained at a time (%(default)s)")
+    verb.add_argument("--dry-run", action="store_true", help="show the runs and the hours, and stop")
+    verb.add_argument("--accelerate", metavar="FILE", help="launch configuration of the trainings")
+    verb.add_argument("--cpu", action="store_true", help="train on the CPU, also where there is a GPU")
+
+    verb = _verb(verbs, "compare", _compare, "runs side by side: what differs, what it brought, and how sure that is")
+    verb.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or folders of a report.json")
+    verb.add_argument("--bench", metavar="NAME", help="their reports on these prompts: those in RUN/bench-NAME")
+    verb.add_argument("--against", metavar="RUN", help="what the others are held against; default: the first")
+    verb.add_argument(
+        "--output", metavar="DIR", help="where comparison.html, .md and .json go; default: none are written"
+    )
 
     verb = _verb(verbs, "theory", _theory, "what speedup follows from acceptance, draft length and costs")
     verb.add_argument(
@@ -234,7 +261,7 @@ def launch_command(arguments: argparse.Namespace) -> tuple[dict[str, str], list[
     for option in ("name", "output"):
         if getattr(arguments, option):
             words += [f"--{option}", getattr(arguments, option)]
-    words += [f"--{flag}" for flag in ("smoke", "resume") if getattr(arguments, flag)]
+    words += [f"--{flag}" for flag in ("smoke", "resume", "calibrate") if getattr(arguments, flag)]
     # --quiet: a mistake ends in the script's own sentence and status, without accelerate's traceback over it
     return variables, ["accelerate", "launch", "--quiet", *launch, "-m", TRAINING_SCRIPTS[recipe.head.type], *words]
 
@@ -398,6 +425,25 @@ def _eval(arguments: argparse.Namespace) -> None:
         dtype=arguments.dtype,
         allow_other_target=arguments.allow_other_target,
     )
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    from headstart.eval.grid import combinations
+
+    found = combinations(arguments.recipe, arguments.grid, arguments.set)
+    launch = ["--accelerate", arguments.accelerate] if arguments.accelerate else []
+    launch += ["--cpu"] * arguments.cpu
+    from headstart.eval import sweep
+
+    return sweep.run(
+        found, arguments.set, output=arguments.output, jobs=arguments.jobs, dry_run=arguments.dry_run, launch=launch
+    )
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    from headstart.eval import compare
+
+    compare.run(arguments.runs, bench=arguments.bench, against=arguments.against, output=arguments.output)
 
 
 def _theory(arguments: argparse.Namespace) -> None:

@@ -124,13 +124,14 @@ def test_what_is_not_available_is_null_in_the_file_and_left_out_elsewhere():
 
 def test_rate_share_and_time_to_go():
     now = [0.0]
-    meter = Meter(lambda: now[0])
+    meter = Meter(lambda: now[0], lambda: 2 * now[0])  # two threads
     meter.start(10, 110)
     with meter.waiting():
         now[0] += 1
     now[0] += 3
     speed = meter.lap(20, 800)
     assert (speed.tokens_per_second, speed.wait_share) == (200, 0.25)
+    assert (speed.seconds, speed.cpu_seconds) == (4, 8)
     assert speed.seconds_left == pytest.approx(0.4 * 90)
     assert str(speed) == "200 tok/s  data wait 25%  0:36 left"
     with meter.paused():
@@ -138,4 +139,5 @@ def test_rate_share_and_time_to_go():
     now[0] += 1
     speed = meter.lap(21, 100)
     assert (speed.tokens_per_second, speed.wait_share) == (100, 0)
+    assert (speed.seconds, speed.cpu_seconds) == (1, 2), "evaluations are no part of what training costs"
     assert clock_face(3723.0) == "1:02:03"

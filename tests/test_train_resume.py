@@ -36,7 +36,7 @@ def run_stopped_at(folder: Path, recipe: Recipe, step: int) -> None:
         training.finish()
 
 
-TIMED = ("tokens_per_second", "data_wait_share")
+TIMED = ("tokens_per_second", "data_wait_share", "seconds", "cpu_seconds")
 
 
 def same_bits(one: Path, other: Path) -> None:

@@ -66,6 +66,11 @@ def train_from_recipe(description: str, arguments: Sequence[str] | None, *head_t
         accelerator.print(describe(training))
         if isinstance(head.config, UnrolledConfig):
             accelerator.print(describe_curriculum(head.config, training.schedule.total_steps))
+        if options.calibrate:
+            training.metrics.close()
+            training.features.close()
+            accelerator.end_training()
+            return  # the recipe in its folder says how many they are; --resume goes on from there
         try:
             training.finish()
         except Stopped:

@@ -239,6 +239,8 @@ class Training:
             "empty_steps": self.progress.empty_steps,
             "tokens_per_second": speed.tokens_per_second,
             "data_wait_share": speed.wait_share,
+            "seconds": speed.seconds,
+            "cpu_seconds": speed.cpu_seconds,
         }
         self.metrics.write(self.progress.step, "train", values)
         self.accelerator.print(

@@ -49,6 +49,9 @@ def parse_arguments(description: str, arguments: Sequence[str] | None) -> argpar
     parser.add_argument("--output", default="runs", metavar="DIR", help="where runs stand (%(default)s)")
     parser.add_argument("--smoke", action="store_true", help="a few steps on CPU, with everything large replaced")
     parser.add_argument("--resume", action="store_true", help="go on with the run of this name")
+    parser.add_argument(
+        "--calibrate", action="store_true", help="work out the number of steps, and stop before the first"
+    )
     return parser.parse_args(arguments)
 
 

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Speed:
     """Since the last line, evaluations and checkpoints apart. wait_share: share of the time in which the next batch was
-    not ready. seconds_left: to the last step, at the pace of this launch so far, with its evaluations."""
+    not ready. seconds_left: to the last step, at the pace of this launch so far, with its evaluations. cpu_seconds: of
+    this process, all threads."""
 
     tokens_per_second: float
     wait_share: float
     seconds_left: float
+    seconds: float
+    cpu_seconds: float
 
     def __str__(self) -> str:
         return (
@@ -24,15 +27,18 @@ class Speed:
 
 
 class Meter:
-    """Measures the loop; `clock` is replaced in tests."""
+    """Measures the loop; the clocks, wall time and process time, are replaced in tests."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        self._clock = clock
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, cpu_clock: Callable[[], float] = time.process_time
+    ):
+        self._clock, self._cpu_clock = clock, cpu_clock
         self._waited = 0.0
 
     def start(self, step: int, total: int) -> None:
         self._first_step, self._total = step, total
         self._start = self._last = self._clock()
+        self._last_cpu = self._cpu_clock()
         self._waited = 0.0
 
     @contextmanager
@@ -45,17 +51,19 @@ class Meter:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Time inside is no part of the rate, but of the time to go: evaluations and checkpoints."""
-        before = self._clock()
+        before, before_cpu = self._clock(), self._cpu_clock()
         yield
         self._last += self._clock() - before
+        self._last_cpu += self._cpu_clock() - before_cpu
 
     def lap(self, step: int, tokens: int) -> Speed:
         """The speed since the last lap, in which `tokens` tokens were read."""
-        now = self._clock()
+        now, now_cpu = self._clock(), self._cpu_clock()
         seconds = max(now - self._last, 1e-9)
         pace = (now - self._start) / max(step - self._first_step, 1)
-        speed = Speed(tokens / seconds, min(1.0, self._waited / seconds), pace * (self._total - step))
-        self._last, self._waited = now, 0.0
+        left = pace * (self._total - step)
+        speed = Speed(tokens / seconds, min(1.0, self._waited / seconds), left, seconds, now_cpu - self._last_cpu)
+        self._last, self._last_cpu, self._waited = now, now_cpu, 0.0
         return speed
 
 

@@ -122,14 +122,15 @@ def _continued(given: Recipe, stored: Recipe, path: Path) -> Recipe:
 
 def _binding(recipe: Recipe) -> dict[str, Any]:
     """Dotted keys and values, without those that may change."""
-    return {key: value for key, value in _flat(recipe.model_dump()).items() if not key.startswith(FREE_KEYS)}
+    return {key: value for key, value in flat(recipe.model_dump()).items() if not key.startswith(FREE_KEYS)}
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as dotted keys and values."""
+    found: dict[str, Any] = {}
     for key, value in values.items():
-        flat.update(_flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value})
-    return flat
+        found.update(flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value})
+    return found
 
 
 def _write_environment(path: Path, command: Sequence[str]) -> str:
