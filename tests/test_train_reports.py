@@ -137,7 +137,7 @@ def check_uneven(two: Path, one: Path) -> None:
 
 
 def check_resumed(run: Path) -> None:
-    """B43: the rate goes on where it was, and 1.2 is no better than 1.0. B46, B47: every folder is a head alone, whole."""
+    """B43: the rate goes on, and 1.2 is no better than 1.0. B46, B47: every folder is a whole head, alone."""
     rates: list[float] = [line["rate"] for line in read_metrics(run / "metrics.jsonl", "train")]
     rising, falling = [1e-3 * (step + 1) / 2 for step in range(2)], [1e-3 * (20 - step) / 18 for step in range(2, 16)]
     assert rates == pytest.approx(rising + falling)
