@@ -17,7 +17,9 @@ import train_cases as cases
 from head_cases import head_for, vocab_of
 from parallel import in_two_processes
 from safetensors import safe_open
-from test_heads_chunked import LargestTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from headstart.borrowed import read_weight
 from headstart.data.packing import RowStore
@@ -78,7 +80,7 @@ def same_target(training: Any) -> None:
         training.wrapped.module.reshard()
     expected = dict(tiny.target().model.named_parameters())
     for name, parameter in training.target.model.named_parameters():
-        assert torch.equal(read_weight(parameter.detach()), expected.pop(name)), name
+        assert torch.equal(read_weight(parameter), expected.pop(name)), name
     assert not expected
 
 
@@ -89,13 +91,19 @@ def uneven_run(folder: Path, mode: str, accumulation: int) -> None:
     cases.training(folder, made, rows=UNEVEN, held_out=UNEVEN, processes=start_processes(made)).finish()
 
 
-class LargestLocal(LargestTensor):
-    """Of what this process itself holds: a sharded tensor is as large as its own part."""
+class LargestMatrix(TorchDispatchMode):
+    """Bytes of the largest tensor of two or more dimensions that any operation makes in this process; a mode's flat
+    buffers, in which gradients travel, are none of the loss's."""
+
+    largest = 0
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
-        if any(hasattr(kind, "to_local") for kind in types):
-            return function(*arguments, **(keywords or {}))
-        return super().__torch_dispatch__(function, types, arguments, keywords)
+        result = function(*arguments, **(keywords or {}))
+        for made in tree_leaves(result):
+            if isinstance(made, torch.Tensor) and made.dim() > 1:
+                local: Any = made.to_local() if isinstance(made, DTensor) else made
+                self.largest = max(self.largest, local.numel() * local.element_size())
+        return result
 
 
 def largest_in_a_step(folder: Path, mode: str) -> int:
@@ -107,7 +115,7 @@ def largest_in_a_step(folder: Path, mode: str) -> int:
     training = cases.training(
         folder, made, target=target, head=head, rows=rows, held_out=rows, processes=start_processes(made)
     )
-    with LargestLocal() as watch:
+    with LargestMatrix() as watch:
         training.step(training.progress, training.schedule)
     assert watch.largest > 100_000, "nothing was watched"
     return watch.largest
