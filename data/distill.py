@@ -12,6 +12,7 @@ are not yet there, by row id; a last line without its end is dropped and done ag
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 from collections import deque
@@ -108,6 +109,7 @@ def distill(
     waiting: dict[str, _Chat] = {}
     follow_ups: deque[_Chat] = deque()
     shown = progress or Progress("answering", extra="tokens")
+    lines = _open_alone(output)
     fresh = _new_chats(prompts, _written(output), report, shown)
 
     def questions() -> Iterator[Question]:
@@ -120,7 +122,7 @@ def distill(
             waiting[question.request_id] = chat
             yield question
 
-    with output.open("ab", buffering=0) as lines, shown:
+    with lines, shown:
         more = True
         while more:  # again where second questions came up after the last first question was drawn
             for answer in generate(questions()):
@@ -247,6 +249,20 @@ def _finished(chat: _Chat, cut: bool, temperature: float) -> dict[str, Any]:
         "cut": cut,
         "temperature": temperature,
     }
+
+
+def _open_alone(output: Path) -> FileIO:
+    """The output, to be appended to by this process alone: two would answer the same prompts, and each twice."""
+    lines = output.open("ab", buffering=0)
+    try:
+        fcntl.flock(lines, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lines.close()
+        raise DataError(
+            f"Another process is answering into {output} already; wait for it, or name another output (one process "
+            "asks a server many questions at once: data.distill.batch_size)."
+        ) from None
+    return lines
 
 
 def _append(lines: FileIO, line: bytes) -> None:

@@ -76,7 +76,7 @@ def fetch_head(
             library_name="headstart",
             library_version=headstart.__version__,
         )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx2.HTTPError) as error:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx2.HTTPError, OSError) as error:
         raise HeadError(f"there is no run {name} here, and {_reason(name, error)}") from error
     if not (Path(folder) / WEIGHTS).is_file():
         raise HeadError(

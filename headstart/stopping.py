@@ -21,8 +21,8 @@ from typing import Any
 
 from headstart.errors import HeadstartError
 
-SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
-"""A later one outweighs an earlier one."""
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGHUP", "SIGTERM") if hasattr(signal, name))
+"""A later one outweighs an earlier one. (Windows has no SIGHUP.)"""
 ECHO_SECONDS = 2.0
 """A launcher sends ^C on to processes that the terminal has sent it to already; so long a second one is its echo."""
 

@@ -34,6 +34,7 @@ def test_a_file_that_cannot_be_written_keeps_what_it_was(tmp_path, monkeypatch):
 
 
 WHOLE_FOLDERS = {"headstart.heads.store", "headstart.heads.formats.files", "headstart.train.checkpoint"}
+WHOLE_FOLDERS |= {"headstart.scripts.hub_folder"}
 """They write into a folder that gets its name when it is whole."""
 
 

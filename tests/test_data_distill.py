@@ -180,6 +180,20 @@ def test_a_killed_process_loses_no_finished_row(tmp_path):
     assert [row["row_id"] for row in rows] == [f"row {number}" for number in range(6)]
 
 
+def test_two_processes_never_answer_into_one_file(tmp_path):
+    """B04 in a launch of several processes, where every prompt would be answered by each."""
+    output = tmp_path / "out.jsonl"
+
+    def answers_meanwhile(questions):
+        for question in questions:
+            with pytest.raises(DataError, match="Another process is answering into .*out.jsonl already; wait for it"):
+                answered([prompt(number) for number in range(6)], output)
+            yield echo(question)
+
+    _, rows = answered([prompt(number) for number in range(6)], output, answers_meanwhile)
+    assert [row["row_id"] for row in rows] == [f"row {number}" for number in range(6)]
+
+
 def test_going_on_with_other_settings_is_refused(tmp_path):
     """B06: rows made another way are never mixed in; what differs is named."""
     output = tmp_path / "out.jsonl"

@@ -6,10 +6,12 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,13 +23,13 @@ import tiny
 import torch
 import train_cases as cases
 from parallel import ended, fork, in_two_processes, logs, start_two
+from test_train_parallel import ROOT, write_recipe
 from test_train_resume import same_bits
 
 from headstart.errors import ANOTHER_IS_GONE, HeadError, TrainingError
 from headstart.heads.store import load_head
 from headstart.recipe import Recipe
 from headstart.stopping import Stopped
-from headstart.train.checkpoint import latest_checkpoint
 from headstart.train.modes import MODES, start_processes
 from headstart.train.preparation import user_errors
 
@@ -169,31 +171,38 @@ def test_a_rank_that_hangs_is_given_up_after_the_time_limit(tmp_path):
 
 @pytest.mark.slow
 def test_ten_random_kills_of_a_rank_equal_straight(tmp_path):
-    """Either rank, at any moment from the rendezvous to the last save; what is left goes on with --resume."""
+    """Either rank, at any moment: while the processes find each other, some steps later, or in a save."""
     recipe = parallel_recipe("DDP", "train.save_every=1", "train.max_steps=60", "train.keep=2", "train.timeout=20")
-    in_two_processes(tmp_path / "logs", lambda rank: train_as_a_script(tmp_path / "straight", recipe))
-    run, kills, met, seed = tmp_path / "run", 0, 0, 0
-    moments = random.Random(seed)
-    while kills < 10:
-        children = start_two(tmp_path / "logs", lambda rank: train_as_a_script(run, recipe))
-        victim, wait, in_a_save = moments.randrange(2), 0.3 + 1.5 * moments.random(), moments.random() < 0.5
-        time.sleep(wait)
-        until = time.monotonic() + 10
-        while in_a_save and not list(run.glob("checkpoints/.*")) and time.monotonic() < until:
-            time.sleep(0.0005)
+    log, run, seed = tmp_path / "logs", tmp_path / "run", 0
+    in_two_processes(log, lambda rank: train_as_a_script(tmp_path / "straight", recipe))
+    moments, reached = random.Random(seed), set()
+    for kill in range(1, 11):
+        children = start_two(log, lambda rank: train_as_a_script(run, recipe))
+        victim, steps, in_a_save = moments.randrange(2), moments.randrange(-2, 6), moments.random() < 0.5
+        wait_for_steps(run, steps, in_a_save)
+        time.sleep(moments.random() * (0.02 if steps > 0 else 1.0))
         os.kill(children[victim], signal.SIGKILL)
-        statuses = ended(children, 60)
-        kills += statuses[victim] == -signal.SIGKILL
-        reached = latest_checkpoint(run / "checkpoints")
-        print(f"seed {seed}, kill {kills}: rank {victim} after {wait:.2f} s, {statuses}, {reached and reached.name}")
-        assert statuses[1 - victim] in (0, ANOTHER_IS_GONE), logs(tmp_path / "logs")
-        assert "Traceback" not in logs(tmp_path / "logs"), logs(tmp_path / "logs")
-        met += bool(reached)
-        if reached and reached.name == "step-00000060":  # there is nothing left to kill: from the first step again
-            shutil.rmtree(run)
-    assert met > 3, "hardly a kill met a run with a checkpoint: the test has shown little"
-    assert ended(start_two(tmp_path / "logs", lambda rank: train_as_a_script(run, recipe)), 120) == [0, 0]
+        statuses, name = ended(children, 90), newest_name(run)
+        print(f"seed {seed}, kill {kill}: rank {victim}, {steps} steps on, in a save {in_a_save}: {statuses}, {name}")
+        assert statuses[victim] == -signal.SIGKILL and statuses[1 - victim] == ANOTHER_IS_GONE, logs(log)
+        assert "Traceback" not in logs(log), logs(log)
+        reached.add(name)
+    assert len(reached) > 4, "the kills hardly met a step: the test has shown little"
+    assert ended(start_two(log, lambda rank: train_as_a_script(run, recipe)), 120) == [0, 0], logs(log)
     check_same_weights(tmp_path / "straight", run)
+
+
+def newest_name(run: Path) -> str:
+    return max((folder.name for folder in run.glob("checkpoints/step-????????")), default="step-00000000")
+
+
+def wait_for_steps(run: Path, steps: int, in_a_save: bool) -> None:
+    """Until a run has saved so many steps more, and if asked for until it writes another one; 0 or less: not at all."""
+    first, until = int(newest_name(run)[5:]), time.monotonic() + 60
+    while steps > 0 and time.monotonic() < until:
+        if int(newest_name(run)[5:]) >= first + steps and (not in_a_save or list(run.glob("checkpoints/.*.partial"))):
+            return
+        time.sleep(0.0005)
 
 
 # -- damaged files -----------------------------------------------------------------------------------------------------
@@ -369,3 +378,68 @@ def test_metrics_that_find_no_room_are_named(tmp_path):
     assert ended([fork(work, tmp_path / "log")], 60) == [1]
     said = (tmp_path / "log").read_text()
     assert "run/metrics.jsonl cannot be written or read (file too large)" in said and "Traceback" not in said, said
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def start_command(folder: Path, *words: str) -> subprocess.Popen[str]:
+    """`headstart train` for a tiny recipe in `folder`, with two thousand steps to go."""
+    recipe = ["--recipe", str(folder / "tiny.yaml"), "--output", str(folder), "--set", "train.max_steps=2000"]
+    command = [sys.executable, "-m", "headstart.cli", "train", *recipe, "--set", "train.save_every=20", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def read_until(process: subprocess.Popen[str], words: str) -> None:
+    assert process.stdout is not None
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if words in line:
+            return
+    assert process.stderr is not None
+    raise AssertionError(f"it never said {words!r}: {''.join(said)}{process.stderr.read()}")
+
+
+@pytest.mark.slow
+def test_the_command_of_one_process_saves_on_sigterm_and_says_so(tmp_path):
+    write_recipe(tmp_path)
+    process = start_command(tmp_path, "--cpu")
+    read_until(process, "step 3/2000")
+    process.terminate()
+    output, said = process.communicate(timeout=120)
+    assert process.returncode == 143, output + said
+    sentence = re.search(r"stopped by SIGTERM: step (\d+) of 2000 is saved in .*demo; .* --resume goes on", said)
+    assert sentence is not None and "Traceback" not in said, said
+    assert newest_name(tmp_path / "demo") == f"step-{int(sentence[1]):08d}"
+
+
+@pytest.mark.slow
+def test_the_command_of_two_processes_ends_in_a_sentence_whether_bereft_or_stopped(tmp_path):
+    write_recipe(tmp_path)
+    launch_file = ("--accelerate", "two-cpu.yaml", "--set", "train.batch_size=1")
+    process = start_command(tmp_path, *launch_file)
+    read_until(process, "step 25/2000")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ranks = {variable(int(one), "RANK"): int(one) for one in children}
+    os.kill(ranks["1"], signal.SIGKILL)
+    output, said = process.communicate(timeout=200)
+    assert process.returncode == 137, output + said
+    assert f"rank 1 (process {ranks['1']}) was ended by SIGKILL" in said and "Traceback" not in said, said
+
+    process = start_command(tmp_path, *launch_file, "--resume")
+    read_until(process, "going on from")
+    read_until(process, "loss")
+    process.terminate()
+    output, said = process.communicate(timeout=200)
+    assert process.returncode == 143 and "Traceback" not in said, output + said
+    assert said.count("stopped by SIGTERM: step ") == 1
+
+
+def variable(process: int, name: str) -> str:
+    """An environment variable of a process; empty where it has none."""
+    words = Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
+    return next((word.partition("=")[2] for word in words if word.startswith(f"{name}=")), "")
