@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from headstart.errors import RecipeError
-from headstart.eval import grid
 from headstart.eval.grid import combinations
 from headstart.recipe import load_recipe
 
@@ -72,18 +71,10 @@ def test_all_faults_are_told_at_once():
         ([MEDUSA, EAGLE], ["smollm2-medusa:train.max_steps=9"], [], "budget"),
         ([MEDUSA, "quickstart.yaml"], [], [], "differ in data.train"),
         ([MEDUSA, MEDUSA.removesuffix(".yaml")], [], [], "one name"),
-        ([MEDUSA], ["logging.trackers=[trackio],[]"], [], "not built"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(recipes, grids, settings, told, monkeypatch):
-    if told == "not built":
-        monkeypatch.setattr(grid, "refuse_unbuilt", _refuse)
+def test_what_cannot_be_compared_is_refused(recipes, grids, settings, told):
     assert told in refused(recipes, grids, settings)
-
-
-def _refuse(recipe):
-    if recipe.logging.trackers:
-        raise RecipeError("logging.trackers is not built")
 
 
 def test_a_budget_may_itself_be_what_is_swept():
