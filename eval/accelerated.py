@@ -220,7 +220,8 @@ def load_drafter(
     plan = None
     if drafter != PLAIN:
         plan = plan_drafter(drafter, named.head, named.recipe.eval.tree, allow_other_target)
-        named = find_named(head, _name(target), others=plan.heads)
+        if others := [folder for folder in plan.heads if folder != named.head]:
+            named = find_named(head, _name(target), others=others)
     given = shared_copy(target) if isinstance(target, Target) else None
     trained = load_named(named, target=given, device=device, dtype=dtype)
     return Accelerated(trained, drafter, plan, allow_other_target)

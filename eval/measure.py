@@ -68,8 +68,9 @@ def run(
     names = list(dict.fromkeys(drafters or (["head"] if head else [PLAIN])))
     drafted = [name for name in names if name != PLAIN]
     plans = plan_drafters(drafted, named.head, named.recipe.eval, allow_other_target)
-    heads = [folder for plan in next(iter(plans.values())) for folder in plan.heads]
-    named = find_named(head, target, overrides=overrides, others=heads)
+    others = [folder for plan in next(iter(plans.values())) for folder in plan.heads if folder != named.head]
+    if others:
+        named = find_named(head, target, overrides=overrides, others=others)
     check_questions(named.recipe)
     questions = _questions(named, benchmark)
     folder = Path(output) if output else _default_folder(named, names, benchmark)
