@@ -146,7 +146,7 @@ def _cost(folder: Path, described: dict[str, Any] | None) -> Cost | None:
         return None
     if not lines:
         return None
-    processes = described["training"].get("world_size", 1)
+    processes = described.get("training", {}).get("world_size", 1)
     seconds = {
         key: processes * sum(line[key] for line in lines) if all(key in line for line in lines) else None
         for key in ("cpu_seconds", "seconds")
