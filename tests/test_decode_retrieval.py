@@ -15,6 +15,7 @@ from test_decode_model import decode, plain, prompts, target
 from headstart.data.datastore import (
     MANIFEST,
     SUFFIXES,
+    TOKENS,
     Datastore,
     build_datastore,
     load_datastore,
@@ -233,3 +234,16 @@ def test_a_store_of_another_tokenizer_or_of_nothing_is_refused(tmp_path):
     (folder / SUFFIXES).write_bytes((folder / SUFFIXES).read_bytes()[:-40])
     with pytest.raises(DataError, match="is damaged"):
         load_datastore(folder, tokenizer)
+
+
+@pytest.mark.parametrize("name", [TOKENS, SUFFIXES])
+def test_a_flipped_bit_of_a_datastore_is_named(tmp_path, name):
+    """Its length is right, and what it says is not: an entry would point beyond the text."""
+    folder = tmp_path / "store"
+    build_datastore(folder, write_files(tmp_path), tiny.tokenizer())
+    load_datastore(folder, tiny.tokenizer())
+    content = bytearray((folder / name).read_bytes())
+    content[-2] ^= 64
+    (folder / name).write_bytes(content)
+    with pytest.raises(DataError, match=f"store is damaged .the bytes of {name} are not those that were .*; build it"):
+        load_datastore(folder, tiny.tokenizer())
