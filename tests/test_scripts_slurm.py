@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_train_parallel import check_announcement, write_recipe
+from test_train_parallel import write_recipe
 
 from headstart.cli import build_parser
 
@@ -242,9 +242,10 @@ def test_two_nodes_train_together(job, tmp_path):
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     words = ["train/medusa.py", "--recipe", str(write_recipe(tmp_path)), "--output", str(tmp_path / "runs")]
+    few = "name=two train.accumulation=2 train.batch_size=1 train.max_steps=3 train.eval_every=null".split()
     status, output = job.run(
         "several-nodes.sbatch",
-        *(*words, "--name", "two", "--set", "train.accumulation=2", "--set", "train.batch_size=1"),
+        *(*words, *(word for setting in few for word in ("--set", setting))),
         LAUNCH="recipes/accelerate/two-cpu.yaml",
         ACCELERATE_USE_CPU="true",
         PROCESSES_PER_NODE="1",
@@ -253,5 +254,7 @@ def test_two_nodes_train_together(job, tmp_path):
         INTERFACE="lo",
     )
     assert status == 0, output
-    check_announcement(output)
+    assert output.count("world size 2, mode DDP, device cpu") == 2, "every node says so"
+    rows = [set(line.split(", ")) for line in sorted(set(re.findall(r"rank \d begins with rows: (.*)", output)))]
+    assert len(rows) == 2 and rows[0] and rows[1] and not rows[0] & rows[1]
     assert (tmp_path / "runs/two/head/head.safetensors").is_file() and job.requeued() == []

@@ -69,5 +69,5 @@ train_on_all_nodes() {
     fi
     echo "job $SLURM_JOB_ID, start $((1 + ${SLURM_RESTART_COUNT:-0}))"
     echo "nodes: ${hosts//$'\n'/ }; first: $MAIN_IP:$MAIN_PORT"
-    run_and_requeue srun --ntasks-per-node=1 --kill-on-bad-exit=1 bash scripts/slurm/node.sh "$@"
+    run_and_requeue srun --label --ntasks-per-node=1 --kill-on-bad-exit=1 bash scripts/slurm/node.sh "$@"
 }
