@@ -5,8 +5,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check -q
 WORKERS ?= 2
 
-.PHONY: setup lint docs test test-slow quickstart bench-medusa bench-smollm2 bench-heads bench-train bench-memory bench-growth bench-spec soak clean
-.PHONY: setup lint test test-slow quickstart bench-medusa bench-smollm2 bench-heads bench-train bench-memory bench-growth bench-sweep soak clean
+.PHONY: setup lint docs test test-slow quickstart bench-medusa bench-smollm2 bench-heads bench-train bench-memory bench-growth bench-spec bench-sweep soak clean
 
 setup: $(VENV)/.ready
 
@@ -77,6 +76,7 @@ bench-spec: setup
 	@if test -f $(SPEC)/report.json; then echo "$(SPEC)/report.md is done; remove $(SPEC) to measure anew"; else \
 		$(PY) -m headstart.cli eval --target bundled:smollm2-135m --drafters $(DRAFTERS) --bench spec-bench=$(BENCH) \
 		--set eval.num_prompts=$(PROMPTS) --set eval.max_new_tokens=$(TOKENS) --output $(SPEC); fi
+
 # Which Medusa or EAGLE configuration: eight heads of SmolLM2, 600 CPU seconds each, and their comparison in
 # runs/sweep/comparison.html: about two hours of two cores, and an hour of tuning and measuring. Goes on where it stopped.
 bench-sweep: setup
