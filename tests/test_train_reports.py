@@ -156,7 +156,7 @@ def check_resumed(run: Path) -> None:
     target = tiny.target()
     for name in ("step-00000004", "step-00000008", "step-00000012", "step-00000016", "best"):
         folder = run / "checkpoints" / name
-        head = load_head(folder, target)
+        head: Any = load_head(folder, target)
         assert head.draft_logits(torch.randn(5, 64), target.output).isfinite().all()
         assert read_description(folder)["target"]["name"] == "tiny-llama"
         with safe_open(folder / "head.safetensors", framework="pt") as file:
