@@ -201,40 +201,39 @@ def test_a_verb_that_fails_says_why(tmp_path):
 
 @pytest.mark.slow
 def test_a_real_sweep_goes_on_after_a_kill(tmp_path):
-    """Two heads of a tiny target, for one CPU second each; killed while the first two train."""
+    """Two kinds of head of a tiny target, killed while both train."""
     place, train = tiny.save(tmp_path / "target", "llama"), '[{source: "bundled:chats", split: train, limit: 40}]'
     small = [f"target.name={place}", "target.architecture=null", "target.dtype=float32", f"data.train={train}"]
-    small += ["data.max_length=96", "head.draft_vocab_size=64", "train.cpu_seconds=4", "train.save_every=5"]
+    small += ["data.max_length=96", "head.draft_vocab_size=64", "train.cpu_seconds=3", "train.save_every=5"]
     small += ["eval.num_prompts=4", "eval.max_new_tokens=8", "eval.identity_prompts=2", "logging.every=1"]
-    small += ['data.held_out.sources=[{source: "bundled:chats", split: held_out_topics, limit: 4}]']
+    small += ['data.held_out.sources=[{source: "bundled:chats", split: held_out_topics, limit: 40}]']
     for kind, own in {"medusa": [], "eagle3": ["head.layers=[1,2,3]", "head.unrolled_steps=2"]}.items():
         recipe = load_recipe(f"smollm2-{kind}.yaml", [*small, *own])
         (tmp_path / f"{kind}.yaml").write_text(recipe.to_yaml())
     command = [sys.executable, "-m", "headstart.cli", "sweep", "--output", "out", "--jobs", "2", "--cpu"]
-    command += ["--recipe", "medusa.yaml", "--recipe", "eagle3.yaml", "--grid", "smollm2-medusa:head.num_heads=1,3"]
-    out, medusa = tmp_path / "out", "smollm2-medusa_num_heads-1"
+    command += ["--recipe", "medusa.yaml", "--recipe", "eagle3.yaml", "--grid", "smollm2-medusa:head.num_heads=1"]
+    out, names = tmp_path / "out", ["smollm2-medusa", "smollm2-eagle3"]
     log = (tmp_path / "log").open("w")
     with subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log) as first:
-        wait_until(lambda: list(out.glob("*/checkpoints/step-*")), 300)
+        wait_until(lambda: list(out.glob("*/checkpoints/step-*")), 1200)
         first.terminate()
     assert first.returncode == 130 and "interrupted" in (tmp_path / "log").read_text()
     steps = {path.parent.name: load_recipe(path).train.max_steps for path in out.glob("*/recipe.yaml")}
-    assert steps.keys() == {medusa, "smollm2-medusa_num_heads-3"} and all(steps.values()), "both were calibrated"
+    assert steps.keys() == set(names) and all(steps.values()), "both were calibrated"
     assert not [
         one.info["cmdline"] for one in psutil.process_iter(["cmdline", "cwd"]) if one.info["cwd"] == str(tmp_path)
     ]
 
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "going on from" in (out / f"{medusa}.log").read_text() + (out / "smollm2-medusa_num_heads-3.log").read_text()
-    names = [medusa, "smollm2-medusa_num_heads-3", "smollm2-eagle3"]
+    assert any("going on from" in (out / f"{name}.log").read_text() for name in names)
     comparison = json.loads((out / "comparison.json").read_text())
     assert {run["name"] for run in comparison["runs"]} == set(names)
     for name in names:
         (figures,) = [run for run in comparison["runs"] if run["name"] == name]
         lines = read_metrics(out / name / "metrics.jsonl", "train")
         total = load_recipe(out / name / "recipe.yaml").train.max_steps
-        assert [line["step"] for line in lines] == list(range(1, total + 1)) and total == steps.get(name, total)
+        assert [line["step"] for line in lines] == list(range(1, total + 1)) and total == steps[name]
         assert figures["training"]["steps"] == total and 0 < figures["training"]["cpu_seconds"]
         assert figures["acceptance_length"] >= 1 and figures["identity"] and figures["bytes"]
     assert all("refused" not in one for one in comparison["differences"].values())
