@@ -28,7 +28,7 @@ class ZeroWrapped(Wrapped):
     """As `Wrapped`; `module` is DeepSpeed's engine, which has the optimiser inside."""
 
     def _prepare(self, module: TrainModule, optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-        _configure(self.accelerator)
+        _configure(self.accelerator, sum(parameter.numel() for parameter in module.head.parameters()))
         if self.sharded:
             _shard(self.accelerator, module)
         prepared = self.accelerator.prepare(module, optimizer)
@@ -139,14 +139,20 @@ class ZeroWrapped(Wrapped):
         return flat[rank * size : (rank + 1) * size].to(parameter.ds_tensor.dtype)
 
 
-def _configure(accelerator: Accelerator) -> None:
-    """What the loop does itself is taken from DeepSpeed; every weight is sharded, however small."""
+MOST_IN_BUCKET = 500_000_000
+"""Gradients that are exchanged together: DeepSpeed's own number, which it makes room for however few there are."""
+
+
+def _configure(accelerator: Accelerator, trained: int) -> None:
+    """What the loop does itself is taken from DeepSpeed; every weight is sharded, however small. trained: numbers that
+    have a gradient."""
     plugin = accelerator.state.deepspeed_plugin
     assert plugin is not None
     config = plugin.deepspeed_config
     config.update(gradient_accumulation_steps=1, gradient_clipping=0.0, steps_per_print=2**31)
     config.update(train_micro_batch_size_per_gpu=1, train_batch_size=accelerator.num_processes)
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    config["zero_optimization"]["reduce_bucket_size"] = min(MOST_IN_BUCKET, trained)
     config["zero_optimization"]["memory_efficient_linear"] = False  # it would replace PyTorch's linear for everyone
 
 
