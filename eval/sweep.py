@@ -39,9 +39,8 @@ TRAIN, TUNE, MEASURE = PARTS = ("train", "tune", "eval")
 class Sweep:
     """The runs in their folder, and what stands of each."""
 
-    def __init__(self, found: Sequence[Combination], settings: Sequence[str], folder: Path, jobs: int):
-        self.found, self.settings, self.folder, self.jobs = list(found), tuple(settings), folder, jobs
-        self.launch: tuple[str, ...] = ()
+    def __init__(self, found: Sequence[Combination], folder: Path, jobs: int, launch: Sequence[str] = ()):
+        self.found, self.folder, self.jobs, self.launch = list(found), folder, jobs, tuple(launch)
         self.threads = threads_each(jobs)
         self.failed: dict[str, str] = {}
         self._lock = threading.Lock()
@@ -67,7 +66,7 @@ class Sweep:
         missing = self.missing(one)
         if TRAIN in missing:
             return "half trained" if (self.path(one) / "recipe.yaml").is_file() else "new"
-        return {MEASURE: "trained", TUNE: "trained"}[missing[0]] if missing else "done"
+        return "trained" if missing else "done"
 
     def seconds_left(self) -> tuple[float, bool]:
         """Wall time of what is missing, as the finished parts took; and whether that is known of every part. A training
@@ -101,21 +100,21 @@ class Sweep:
         except TrainingError as error:
             self.fail(one, error)
             return
-        record = self.stored[one.name]
-        if part != TRAIN or fresh:  # half a training says nothing of a whole one
-            record["seconds"][part] = time.monotonic() - started
-        if part == MEASURE:
-            record["measured"] = one.recipe.eval.model_dump(mode="json")
-        self.keep()
+        with self._lock:  # runs that train side by side end when they end
+            record = self.stored[one.name]
+            if part != TRAIN or fresh:  # half a training says nothing of a whole one
+                record["seconds"][part] = time.monotonic() - started
+            if part == MEASURE:
+                record["measured"] = one.recipe.eval.model_dump(mode="json")
+            self._keep()
         self._tell(one, part, time.monotonic() - started)
 
     def fail(self, one: Combination, error: TrainingError) -> None:
         self.failed[one.name] = str(error)
         print(f"{one.name}: {error}", flush=True)
 
-    def keep(self) -> None:
-        with self._lock:
-            write_text(self.folder / STORED, json.dumps(self.stored, indent=1) + "\n")
+    def _keep(self) -> None:
+        write_text(self.folder / STORED, json.dumps(self.stored, indent=1) + "\n")
 
     def _tell(self, one: Combination, part: str, seconds: float) -> None:
         done = sum(not self.missing(each) for each in self.found)
@@ -129,7 +128,7 @@ class Sweep:
             record = self.stored.setdefault(one.name, {"seconds": {}})
             record["settings"] = list(one.settings)
             record["recipe"] = one.recipe.model_dump(mode="json")
-        self.keep()
+        self._keep()
 
     def _refuse_other(self, one: Combination) -> None:
         """TrainingError where a run of this name was started with another recipe."""
@@ -165,7 +164,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 def run(
     found: Sequence[Combination],
-    settings: Sequence[str] = (),
     *,
     output: str | None = None,
     jobs: int = 1,
@@ -174,13 +172,12 @@ def run(
 ) -> int:
     """Does what is missing of these runs, then compares them: 0, or 1 where a run failed.
 
-    settings: what changes every recipe. launch: words for `headstart train`, such as --cpu.
+    launch: words for `headstart train`, such as --cpu.
     """
     console = Console()
     names = dict.fromkeys(one.differs.get(RECIPE, "") for one in found)
     folder = Path(output) if output else Path("runs") / f"{'-'.join(filter(None, names)) or _base(found[0])}-sweep"
-    sweep = Sweep(found, settings, folder, min(jobs, len(found)))
-    sweep.launch = tuple(launch)
+    sweep = Sweep(found, folder, min(jobs, len(found)), launch)
     show_plan(sweep, console)
     if dry_run:
         return 0

@@ -435,9 +435,7 @@ def _sweep(arguments: argparse.Namespace) -> int:
     launch += ["--cpu"] * arguments.cpu
     from headstart.eval import sweep
 
-    return sweep.run(
-        found, arguments.set, output=arguments.output, jobs=arguments.jobs, dry_run=arguments.dry_run, launch=launch
-    )
+    return sweep.run(found, output=arguments.output, jobs=arguments.jobs, dry_run=arguments.dry_run, launch=launch)
 
 
 def _compare(arguments: argparse.Namespace) -> None:
