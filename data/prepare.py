@@ -24,7 +24,7 @@ from headstart.data.reports import SkipReport
 from headstart.data.sources import with_limit
 from headstart.data.streaming import ShareOfPrompts, StreamedRows
 from headstart.recipe import Recipe
-from headstart.target import load_tokenizer
+from headstart.recipe_target import load_recipe_tokenizer
 
 
 @dataclass
@@ -128,7 +128,7 @@ def run(recipe: Recipe, *, limit: int | None = None, show: int = 1) -> Prepared:
     limit: read so many rows of each source at most. No model is loaded.
     """
     section = recipe.target
-    tokenizer = load_tokenizer(section.name, trust_remote_code=section.trust_remote_code, revision=section.revision)
+    tokenizer = load_recipe_tokenizer(recipe)
     # output rows as the configuration has them; training asks the weights themselves
     vocab_size = getattr(published_config(tokenizer, section.trust_remote_code), "vocab_size", None)
     prepared = prepare(with_limit(recipe, limit), tokenizer, vocab_size=vocab_size)

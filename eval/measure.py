@@ -36,7 +36,8 @@ from headstart.eval.tables import Report, headline
 from headstart.eval.timing import PLAIN, Contender, Measurement, time_arms
 from headstart.eval.tracked import track_report
 from headstart.eval.trained import Named, Trained, find_named, load_named
-from headstart.target import Target, load_tokenizer
+from headstart.recipe_target import load_recipe_tokenizer
+from headstart.target import Target
 from headstart.train.run_folder import environment
 
 LONGEST_NAME = 100
@@ -95,8 +96,7 @@ def run(
 
 
 def _questions(named: Named, benchmark: Benchmark | None) -> list[Question]:
-    section = named.recipe.target
-    tokenizer = load_tokenizer(section.name, trust_remote_code=section.trust_remote_code, revision=section.revision)
+    tokenizer = load_recipe_tokenizer(named.recipe)
     return choose(load_questions(named.recipe, tokenizer, benchmark), named.recipe.eval.num_prompts)
 
 

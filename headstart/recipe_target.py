@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from headstart import bundled
 from headstart.architecture import random_target
@@ -21,6 +22,14 @@ def settle_dtypes(recipe: Recipe, device: torch.device) -> Recipe:
         dtype = str(parse_dtype(section.dtype, device)).removeprefix("torch.")
         sections[name] = section.model_copy(update={"dtype": dtype})
     return recipe.model_copy(update=sections)
+
+
+def load_recipe_tokenizer(recipe: Recipe) -> PreTrainedTokenizerBase:
+    """The tokenizer of a recipe's target, without its weights."""
+    section = recipe.target
+    if section.name.startswith(RANDOM):
+        return load_tokenizer(bundled.NAME)
+    return load_tokenizer(section.name, trust_remote_code=section.trust_remote_code, revision=section.revision)
 
 
 def load_recipe_target(
@@ -47,7 +56,7 @@ def load_recipe_target(
         ), []
     assert architecture is not None, "shrink() gives every random target an architecture"
     target, replaced = random_target(
-        architecture, shrink=True, seed=recipe.seed, tokenizer=load_tokenizer(bundled.NAME), dtype=dtype
+        architecture, shrink=True, seed=recipe.seed, tokenizer=load_recipe_tokenizer(recipe), dtype=dtype
     )
     if section.adapter is not None:
         from headstart.adapters import merge_adapter  # PEFT takes a second to import

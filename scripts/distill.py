@@ -35,9 +35,8 @@ from headstart.decode.engine import Engine, Generation
 from headstart.decode.sampling import SamplingSettings
 from headstart.decode.selfcheck import check_target
 from headstart.errors import DataError
-from headstart.loading import load_tokenizer
 from headstart.recipe import Recipe
-from headstart.recipe_target import load_recipe_target
+from headstart.recipe_target import load_recipe_target, load_recipe_tokenizer
 from headstart.scripts.features import wanted_layers
 from headstart.target import Target
 
@@ -101,7 +100,7 @@ def run_on_server(
     )
     served = server.connect()
     print(f"{server.model} at {server.url} answers, {server.concurrency} questions at once")
-    tokenizer = load_tokenizer(section.name, trust_remote_code=section.trust_remote_code, revision=section.revision)
+    tokenizer = load_recipe_tokenizer(recipe)
     config = published_config(tokenizer, section.trust_remote_code)
     lengths = [length for length in (served, getattr(config, "max_position_embeddings", None)) if length]
     if lengths and settings.max_new_tokens >= min(lengths):

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import tiny
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from headstart.data.packing import collate
 from headstart.data.rendering import ChatRenderer, Row
@@ -23,6 +25,7 @@ from headstart.heads.configs import EagleConfig, MedusaConfig
 from headstart.heads.store import build_head
 from headstart.recipe import ChatSection
 from headstart.target import Features, Target, load_target
+from headstart.tensor_files import describe_file
 from headstart.train import eagle, medusa
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -167,3 +170,14 @@ def teach(
         (found.loss_sum / found.token_count).backward()
         optimizer.step()
     return head.eval()
+
+
+def change_tensors(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """The head's weights as they would be if they had been trained so: their checksum goes with them."""
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+    config = path.with_name("config.json")
+    described = json.loads(config.read_text())
+    if "weights" in described:
+        config.write_text(json.dumps({**described, "weights": describe_file(path)}))

@@ -6,14 +6,12 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import doctor_cases as cases
 import pytest
 import tiny
 import torch
-from safetensors.torch import load_file, save_file
 
 from headstart import cli
 from headstart.data.rendering import ChatRenderer
@@ -74,12 +72,6 @@ def edit(path: Path, **changes) -> None:
     path.write_text(json.dumps(values))
 
 
-def change_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    tensors = load_file(path)
-    change(tensors)
-    save_file(tensors, path, metadata={"format": "pt"})
-
-
 def test_a_healthy_head_has_nothing_wrong(healthy, tmp_path, capsys):
     run = Path(shutil.copytree(healthy, tmp_path / "run"))
     assert causes(run, status=0) == []
@@ -117,7 +109,7 @@ def test_a_head_that_was_trained_on_states_before_the_final_norm(world, healthy,
         tensors["lm_head.weight"] /= 8
 
     place = Path(shutil.copytree(world.target, tmp_path / "target"))
-    change_tensors(place / "model.safetensors", rescale)
+    cases.change_tensors(place / "model.safetensors", rescale)
     loud = cases.World(tmp_path)
     shutil.copy(world.folder / "train.jsonl", tmp_path)
     run = taught(loud, healthy, tmp_path, lambda _, unnormed: lambda features: Features(unnormed(), {}), EAGLE)
@@ -157,7 +149,7 @@ def taught(world, healthy: Path, folder: Path, change, config: MedusaConfig | Ea
 @pytest.mark.slow
 def test_a_stale_head(run):
     """Another head's weights were copied over it; the run still has its best ones."""
-    change_tensors(run / "head/head.safetensors", lambda tensors: tensors["fc.weight"].normal_())
+    cases.change_tensors(run / "head/head.safetensors", lambda tensors: tensors["fc.weight"].normal_())
     assert causes(run)[0] == "head-tensors"
 
 
@@ -177,7 +169,7 @@ def test_draft_vocabulary(narrow, tmp_path):
 def test_random_output_rows(world, narrow, tmp_path):
     run = Path(shutil.copytree(narrow, tmp_path / "run"))
     shutil.rmtree(run / "checkpoints")
-    change_tensors(run / "head/head.safetensors", lambda tensors: tensors["output_weight"].normal_())
+    cases.change_tensors(run / "head/head.safetensors", lambda tensors: tensors["output_weight"].normal_())
     assert causes(run)[0] == "head-tensors"
 
 
@@ -196,7 +188,7 @@ def other(world, folder: Path, **changes) -> Path:
             for tensor in tensors.values():
                 tensor += changes["noise"] * tensor.std() * torch.randn(tensor.shape, generator=generator)
 
-        change_tensors(place / "model.safetensors", spoil)
+        cases.change_tensors(place / "model.safetensors", spoil)
     return place
 
 
@@ -327,13 +319,13 @@ def test_an_export_as_it_should_be(run, export):
 
 @pytest.mark.slow
 def test_an_export_with_random_tensors(run, export):
-    change_tensors(export / "model.safetensors", lambda tensors: tensors["fc.weight"].normal_())
+    cases.change_tensors(export / "model.safetensors", lambda tensors: tensors["fc.weight"].normal_())
     assert causes(run, "--export", str(export))[0] == "export-tensors"
 
 
 @pytest.mark.slow
 def test_an_export_that_lacks_a_tensor(run, export):
-    change_tensors(export / "model.safetensors", lambda tensors: tensors.pop("midlayer.mlp.up_proj.weight"))
+    cases.change_tensors(export / "model.safetensors", lambda tensors: tensors.pop("midlayer.mlp.up_proj.weight"))
     assert causes(run, "--export", str(export))[0] == "export-tensors"
 
 
